@@ -1,0 +1,53 @@
+"""The error taxonomy. Every error a person can meet derives from :class:`AgentRLError`.
+
+What counts is whose fault it is: a :class:`ConfigError` is the caller's, an
+:class:`InfraError` is nobody's (retried, then dropped, never scored), a :class:`LedgerError` is ours.
+"""
+
+from __future__ import annotations
+
+
+class AgentRLError(Exception):
+    """Base of all errors raised on purpose. ``exit_code`` is what the command line returns."""
+
+    exit_code = 1
+
+
+class ConfigError(AgentRLError):
+    """A flag, config key, name or file is wrong. The text says what was given and what to do."""
+
+    exit_code = 2
+
+
+class DataError(ConfigError):
+    """A task file cannot be used. The text names the file and the line."""
+
+
+class CheckpointError(AgentRLError):
+    """A checkpoint is missing, torn or does not fit the model."""
+
+    exit_code = 3
+
+
+class EnvError(AgentRLError):
+    """Code of an environment, tool or reward broke its contract (raised, returned NaN, hung)."""
+
+
+class InfraError(AgentRLError):
+    """Something outside the episode failed (engine, retrieval server, sandbox).
+
+    Raise it from a tool or an env to say "not the model's fault": the trajectory is retried, then
+    dropped; it enters no baseline and no score.
+    """
+
+
+class EngineError(InfraError):
+    """An engine or the router did not answer within the retry policy."""
+
+
+class WeightSyncError(AgentRLError):
+    """A weight update did not bring every engine to the trainer's version."""
+
+
+class LedgerError(AgentRLError):
+    """A token invariant was violated. Always a defect of ours, never of the environment."""
