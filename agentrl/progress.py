@@ -1,0 +1,187 @@
+"""What a person sees while a run goes on: one live panel in a terminal, one line an event elsewhere.
+
+The panel shows stage, step, reward, held-out success, tokens per second and time left. It runs no thread
+of its own beyond rich's refresh (four times a second at most), because two cores are all there is.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from agentrl.types import Trajectory
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """A curve in one line of text. NaN shows as a blank."""
+    values = list(values)[-width:]
+    finite = [v for v in values if v == v]
+    if not finite:
+        return ""
+    low, high = min(finite), max(finite)
+    span = (high - low) or 1.0
+    return "".join(" " if v != v else _BARS[int((v - low) / span * (len(_BARS) - 1))] for v in values)
+
+
+def clock(seconds: float) -> str:
+    """``75`` as ``1:15``."""
+    seconds = int(max(seconds, 0))
+    hours, minutes = divmod(seconds // 60, 60)
+    return f"{hours}:{minutes:02d}:{seconds % 60:02d}" if hours else f"{minutes}:{seconds % 60:02d}"
+
+
+class Progress:
+    """Shows a run. Use as a context manager; ``log`` lines stay above the panel."""
+
+    def __init__(self, title: str, total_steps: int, *, console: Console | None = None):
+        self.title = title
+        self.total_steps = total_steps
+        self.console = console or Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())
+        self.started = time.monotonic()
+        self.stage_name = "starting"
+        self._stage_started = self.started
+        self._steps_started: float | None = None
+        self._first_step = 0
+        self.step = 0
+        self.rewards: list[float] = []
+        self.success: list[tuple[int, float]] = []
+        self.tokens_per_s = 0.0
+        self.detail = ""
+        self._live: Live | None = None
+
+    def __enter__(self) -> Progress:
+        if self.console.is_terminal:
+            self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+    def log(self, text: RenderableType) -> None:
+        """Print a line that stays."""
+        self.console.print(text)
+
+    def stage(self, name: str) -> None:
+        """Say what the run does now."""
+        if name == self.stage_name:
+            return
+        self.stage_name, self._stage_started, self.detail = name, time.monotonic(), ""
+        if self._live is None:
+            self.console.print(f"[{clock(self.elapsed)}] {name}", markup=False)
+
+    def resume_at(self, step: int) -> None:
+        """Steps before ``step`` were done by an earlier run and do not count in the time left."""
+        self.step = self._first_step = step
+
+    def step_done(self, step: int, reward: float, tokens_per_s: float, line: str) -> None:
+        """A training step is over: ``step`` counts from 1."""
+        if self._steps_started is None:
+            self._steps_started = self._stage_started
+        self.step, self.tokens_per_s = step, tokens_per_s
+        self.rewards.append(reward)
+        self.log(Text(f"[{clock(self.elapsed)}] {line}"))
+
+    def evaluated(self, step: int, success: float, line: str) -> None:
+        """A held-out evaluation is over."""
+        self.success.append((step, success))
+        self.log(Text(f"[{clock(self.elapsed)}] {line}", style="bold"))
+
+    def time_left(self) -> float | None:
+        """Seconds to the last step at the pace so far, or None before the first."""
+        done = self.step - self._first_step
+        if not done or self._steps_started is None:
+            return None
+        return (time.monotonic() - self._steps_started) / done * (self.total_steps - self.step)
+
+    def _render(self) -> RenderableType:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", justify="right")
+        grid.add_column()
+        waited = clock(time.monotonic() - self._stage_started)
+        grid.add_row("stage", Text(f"{self.stage_name} {self.detail} ({waited})"))
+        left = self.time_left()
+        eta = f"   about {clock(left)} left" if left is not None else ""
+        bar = ProgressBar(total=max(self.total_steps, 1), completed=self.step, width=40)
+        grid.add_row("step", Group(Text(f"{self.step} of {self.total_steps}{eta}"), bar))
+        if self.rewards:
+            grid.add_row("reward", Text(f"{self.rewards[-1]:.3f}  {sparkline(self.rewards)}"))
+        if self.success:
+            points = "  ".join(f"step {s}: {v:.0%}" for s, v in self.success[-5:])
+            grid.add_row("held-out", Text(points))
+        if self.tokens_per_s:
+            grid.add_row("tokens/s", Text(f"{self.tokens_per_s:,.0f} generated"))
+        grid.add_row("elapsed", Text(clock(self.elapsed)))
+        return Panel(grid, title=escape(self.title), border_style="cyan", expand=False)
+
+
+_ROLE_STYLE = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
+
+
+def episode_panel(trajectory: Trajectory, title: str) -> Panel:
+    """One episode turn by turn: what the model wrote, what tools answered, how it ended."""
+    body: list[RenderableType] = []
+    for message in trajectory.messages:
+        role = message.get("role", "?")
+        style = _ROLE_STYLE.get(role, "")
+        if role == "system":
+            continue
+        text = Text(f"{role:>9}  ", style=f"bold {style}")
+        parts = [message.get("content") or ""]
+        for call in message.get("tool_calls") or []:
+            function = call.get("function", call)
+            parts.append(f"→ {function.get('name')}({function.get('arguments')})")
+        text.append("\n           ".join(p for p in parts if p), style=style)
+        body.append(text)
+    verdict = "success" if trajectory.success else "no success"
+    end = f"{verdict}, reward {trajectory.reward:g}, stopped: {trajectory.stop_reason}, {trajectory.num_turns} turns"
+    answer = trajectory.info.get("answer")
+    if answer is not None:
+        end += f" (right answer: {answer})"
+    body.append(Text(end, style="bold"))
+    return Panel(Group(*body), title=escape(title), border_style="dim", expand=False)
+
+
+def before_after(rows: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> Table:
+    """The closing table. Each row: held-out set, summary before, summary after (`EvalSummary.to_dict`)."""
+    table = Table(title="Held-out tasks, before → after", title_justify="left")
+    for name, justify in (("", "left"), ("before", "right"), ("after", "right"), ("change", "right")):
+        table.add_column(name, justify=justify)
+    for name, before, after in rows:
+        b, a = before["success"], after["success"]
+        table.add_row(
+            f"{name}: success",
+            f"{b['mean']:.1%}  [{b['low']:.0%}, {b['high']:.0%}]",
+            f"{a['mean']:.1%}  [{a['low']:.0%}, {a['high']:.0%}]",
+            f"{a['mean'] - b['mean']:+.1%}",
+        )
+        table.add_row(
+            f"{name}: reward", f"{before['reward']['mean']:.3f}", f"{after['reward']['mean']:.3f}",
+            f"{after['reward']['mean'] - before['reward']['mean']:+.3f}",
+        )  # fmt: skip
+        for key, label in (("turns", "turns"), ("tool_calls", "tool calls"), ("truncation_rate", "truncated")):
+            table.add_row(
+                f"{name}: {label}", f"{before[key]:.2f}", f"{after[key]:.2f}", f"{after[key] - before[key]:+.2f}"
+            )
+    table.add_section()
+    b, a = rows[0][1]["success"], rows[0][2]["success"]
+    table.caption = f"{a['n_tasks']} tasks, greedy, 95 % interval in brackets" if b["n_tasks"] == a["n_tasks"] else ""
+    return table

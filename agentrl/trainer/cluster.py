@@ -1,0 +1,139 @@
+"""Where a run's processes live: Ray, started closed, with one placement group for everything.
+
+With ``RAY_ADDRESS`` set (a cluster started by hand) the run joins it. Otherwise it starts a Ray of its
+own that listens on the loopback interface only, asks for a token made for this run, keeps its
+session under a temporary folder of the run, and ends with it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.errors import AgentRLError
+
+START_TIMEOUT_S = 180.0
+
+# Ray picks the interface it binds from the address of the node. On Linux it resolves "127.0.0.1" to an
+# outward address unless clusters are off, and then even its token-protected ports face the network.
+_LOCAL_RAY = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Three Prometheus endpoints that know no token: collected by nobody in a local run, so not opened.
+    "RAY_enable_metrics_collection": "0",
+    "AUTOSCALER_METRIC_PORT": "-1",
+    "DASHBOARD_METRIC_PORT": "-1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+}
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What one actor asks of a node: CPUs and GPUs."""
+
+    name: str
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+
+
+class Cluster:
+    """A started Ray with one placement group that holds a bundle for each actor of the run.
+
+    Use as a context manager: leaving it removes the placement group, ends a Ray of our own
+    and deletes its session folder.
+    """
+
+    def __init__(self, bundles: Sequence[Bundle], *, namespace: str, object_store_bytes: int = 512 << 20):
+        self.bundles = list(bundles)
+        self.namespace = namespace
+        self.object_store_bytes = object_store_bytes
+        self.temp_dir: str | None = None
+        self._group: Any = None
+
+    def __enter__(self) -> Cluster:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    @property
+    def is_local(self) -> bool:
+        return not os.environ.get("RAY_ADDRESS")
+
+    def start(self) -> None:
+        """Start or join Ray and reserve the bundles.
+
+        Raises:
+            AgentRLError: when the cluster cannot hold the bundles, with what was asked and what is there.
+        """
+        if self.is_local:
+            os.environ.update(_LOCAL_RAY)
+            os.environ["RAY_AUTH_MODE"] = "token"
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        import ray  # after the environment: Ray reads it when imported
+
+        if self.is_local:
+            # Unix sockets live in it, and their paths have 107 characters, so not in the run folder.
+            self.temp_dir = tempfile.mkdtemp(prefix="agentrl-ray-")
+            ray.init(
+                num_cpus=max(int(sum(b.num_cpus for b in self.bundles)) + 1, 2),
+                include_dashboard=False,
+                namespace=self.namespace,
+                object_store_memory=self.object_store_bytes,
+                log_to_driver=False,
+                configure_logging=False,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=self.temp_dir,
+            )
+        else:
+            ray.init(namespace=self.namespace, log_to_driver=False, configure_logging=False)
+        self._reserve(ray)
+
+    def _reserve(self, ray: Any) -> None:
+        shapes = [{"CPU": b.num_cpus} | ({"GPU": b.num_gpus} if b.num_gpus else {}) for b in self.bundles]
+        self._group = ray.util.placement_group(shapes, strategy="PACK")
+        if not self._group.wait(START_TIMEOUT_S):
+            total = ray.cluster_resources()
+            raise AgentRLError(
+                f"Ray cannot place this run: asked for {_total(shapes)}, the cluster has "
+                f"CPU {total.get('CPU', 0):g}, GPU {total.get('GPU', 0):g}. Ask for fewer engines or ranks, or add nodes."
+            )
+
+    def options(self, index: int) -> dict[str, Any]:
+        """Actor options that put an actor into bundle ``index``."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundle = self.bundles[index]
+        return {
+            "num_cpus": bundle.num_cpus,
+            "num_gpus": bundle.num_gpus,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=index
+            ),
+        }
+
+    def stop(self) -> None:
+        """End everything this object started. Safe to call twice."""
+        import ray
+
+        if ray.is_initialized():
+            if self._group is not None and not self.is_local:
+                ray.util.remove_placement_group(self._group)
+            ray.shutdown()
+        self._group = None
+        if self.temp_dir is not None:
+            shutil.rmtree(self.temp_dir, ignore_errors=True)
+            self.temp_dir = None
+
+
+def _total(shapes: list[dict[str, float]]) -> str:
+    cpus = sum(s["CPU"] for s in shapes)
+    gpus = sum(s.get("GPU", 0.0) for s in shapes)
+    return f"CPU {cpus:g}, GPU {gpus:g} in {len(shapes)} bundles"
