@@ -1,0 +1,367 @@
+"""Every option of a run: one flat, frozen dataclass per command, put together from named groups.
+
+A group is a small dataclass; its docstring is the group's heading, the string under each field is that option's
+help. Flags (``rollout_batch_size`` is ``--rollout-batch-size``), file keys, ``--help`` and
+``docs/configuration.md`` are all generated from here, so there is nothing else to keep in step. A field that is
+``None`` until :func:`agentrl.config.load_config` has run and a number afterwards says so in its help.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from agentrl.config.values import PathText, Range
+
+Positive = Annotated[int, Range(low=1)]
+Count = Annotated[int, Range(low=0)]
+Seconds = Annotated[float, Range(low=0.0, low_open=True)]
+NonNegative = Annotated[float, Range(low=0.0)]
+Probability = Annotated[float, Range(low=0.0, high=1.0)]
+Beta = Annotated[float, Range(low=0.0, high=1.0, high_open=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentOptions:
+    """Environment and data"""
+
+    env: str = ""
+    """The environment: a registered name (`search`), `module:Class` or `path/to/file.py:Class`."""
+    env_args: dict[str, Any] = field(default_factory=dict)
+    """Keyword argument of the environment as `KEY=VALUE`; the value is read as JSON where it is JSON. Repeatable (`--env-arg`)."""
+    prompt_data: PathText | None = None
+    """Single-turn task file (JSONL or Parquet) used in place of an environment."""
+    input_key: str = "prompt"
+    """Field of a task line that holds the prompt: a string, or a list of chat messages."""
+    label_key: str | None = "label"
+    """Field of a task line that holds the expected answer."""
+    metadata_key: str | None = None
+    """Field of a task line that is handed to the reward function as it is."""
+    apply_chat_template: bool = True
+    """Put string prompts into the model's chat template as one user message."""
+    rm_type: Literal["exact_match", "f1", "math"] = "exact_match"
+    """Reward of prompt data, from the library."""
+    custom_rm_path: str | None = None
+    """Reward function of your own for prompt data, `module:function` or `file.py:function`; replaces --rm-type."""
+    custom_generate_function_path: str | None = None
+    """Episode loop of your own, `module:function` or `file.py:function`: `async def generate(ctx)`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitOptions:
+    """Sampling and limits of an episode"""
+
+    rollout_temperature: Annotated[float, Range(low=0.0, low_open=True)] = 1.0
+    """Sampling temperature in training; log-probabilities are of the softmax at this temperature."""
+    rollout_top_p: Annotated[float, Range(low=0.0, high=1.0, low_open=True)] = 1.0
+    """Nucleus sampling. Training takes 1 only: log-probabilities are those before truncation."""
+    rollout_max_response_len: Positive = 1024
+    """Most tokens of one model turn."""
+    rollout_max_context_len: Positive = 8192
+    """Most tokens of an episode: prompt, model turns and tool output together."""
+    max_turns: Positive = 8
+    """Most model turns of an episode; the smaller of this and the environment's own limit counts."""
+    max_tool_output_tokens: Positive = 1024
+    """Most tokens of the observation that one step adds; the rest is cut, with a visible mark."""
+    episode_timeout: Seconds = 600.0
+    """Wall time of one episode in seconds."""
+    tool_timeout: Seconds = 30.0
+    """Wall time of one tool call in seconds."""
+    rollout_concurrency: Positive = 64
+    """Episodes in flight at once, over all engines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Model and engines"""
+
+    hf_checkpoint: PathText | None = None
+    """Folder of the model in Hugging Face form. Without it: the embedded demo model, with its preset of starting values."""
+    rollout_num_engines: Positive | None = None
+    """Number of SGLang engines. Follows from --rollout-num-gpus / --rollout-num-gpus-per-engine; 1 when neither is given."""
+    rollout_num_gpus: Positive | None = None
+    """GPUs for the engines, all together; on a machine without GPUs, engines of one process each."""
+    rollout_num_gpus_per_engine: Positive = 1
+    """GPUs of one engine (its tensor-parallel size)."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Precision of engines and trainer; `auto` is fp32 on the CPU and bf16 on GPUs."""
+    engine_timeout: Seconds = 600.0
+    """Longest wait in seconds for an engine: to start, and to answer one request with all its retries."""
+    router_policy: Literal["consistent_hashing", "cache_aware", "round_robin", "random", "power_of_two"] = "consistent_hashing"
+    """How the router chooses an engine; `consistent_hashing` keeps an episode on one engine."""
+    host: str = "127.0.0.1"
+    """Address the servers of a run listen on. Other than loopback only in a network you trust; the run's key is asked for anyway."""
+    threads: Positive | None = None
+    """CPU threads of each engine and trainer process; unset: the cores divided among them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions:
+    """Held-out evaluation"""
+
+    eval_tasks: Positive = 200
+    """Held-out tasks of one evaluation; fixed over the run. All of them where the split has fewer."""
+    n_samples_per_eval_prompt: Positive = 1
+    """Episodes per held-out task."""
+    eval_temperature: NonNegative = 0.0
+    """Sampling temperature in evaluation; 0 is greedy."""
+    eval_prompt_data: tuple[tuple[str, PathText], ...] = ()
+    """A named held-out task file, evaluated beside the environment's own: NAME PATH. Repeatable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Run folder and logging"""
+
+    output_dir: PathText | None = None
+    """Run folder; default `runs/<env>-<date>-<n>`. Holds config, metrics, trajectories, checkpoints, logs."""
+    seed: Count = 0
+    """Seed of task order, sampling and initialization."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """How much the processes of the run write into their logs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+    """Training loop and batch"""
+
+    num_rollout: Positive = 100
+    """Rollouts (generate, train, sync) of the run."""
+    rollout_batch_size: Positive = 32
+    """Tasks of one rollout."""
+    n_samples_per_prompt: Positive = 8
+    """Episodes per task: the group whose mean is the baseline."""
+    global_batch_size: Positive | None = None
+    """Episodes of one optimizer step. The rule is exact: rollout_batch_size × n_samples_per_prompt = global_batch_size × num_steps_per_rollout; unset, it follows from it."""
+    num_steps_per_rollout: Positive | None = None
+    """Optimizer steps per rollout; unset, it follows from the rule (1 when --global-batch-size is unset too)."""
+    micro_batch_size: Positive = 1
+    """Episodes of one micro-batch when --no-use-dynamic-batch-size."""
+    use_dynamic_batch_size: bool = True
+    """Fill micro-batches up to --max-tokens-per-gpu tokens, without padding."""
+    max_tokens_per_gpu: Positive = 8192
+    """Tokens of one packed micro-batch on one rank; a longer episode is a micro-batch of its own."""
+    data_source_path: str | None = None
+    """Task source of your own, `module:Class` or `file.py:Class`, with `get_samples(num_samples)` and `add_samples(samples)`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """Checkpoints"""
+
+    save: PathText | None = None
+    """Folder of the checkpoints; default `checkpoints/` in the run folder."""
+    save_interval: Count = 20
+    """Rollouts between checkpoints; 0 writes none on the way. The last rollout is saved unless this is 0."""
+    keep_last: Count = 2
+    """Newest checkpoints kept; 0 keeps all."""
+    save_hf: PathText | None = None
+    """Folder to which the trained model is exported in Hugging Face form when the run ends."""
+    load: PathText | None = None
+    """Run folder (or one checkpoint in it) to go on from. Its configuration is taken over; flags given here replace it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmOptions:
+    """Algorithm"""
+
+    advantage_estimator: Literal["grpo"] = "grpo"
+    """How rewards become advantages; `grpo`: reward minus the group's mean, divided by its standard deviation."""
+    grpo_std_normalization: bool = True
+    """Divide by the group's standard deviation."""
+    eps_clip: Annotated[float, Range(low=0.0, high=1.0, low_open=True)] = 0.2
+    """Lower clip range of the probability ratio."""
+    eps_clip_high: Annotated[float, Range(low=0.0, low_open=True)] | None = None
+    """Upper clip range of the probability ratio; unset: the same as --eps-clip."""
+    use_kl_loss: bool = False
+    """Add the KL divergence to the reference model to the loss."""
+    kl_loss_coef: NonNegative = 0.001
+    """Weight of the KL loss."""
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
+    """Estimator of the KL loss; `low_var_kl` is k3, clamped."""
+    ref_load: PathText | None = None
+    """Folder of the reference model in Hugging Face form; unset: --hf-checkpoint."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """Optimizer"""
+
+    lr: Annotated[float, Range(low=0.0, low_open=True)] = 1e-6
+    """Peak learning rate of Adam."""
+    min_lr: NonNegative = 0.0
+    """Learning rate at the end of the decay."""
+    lr_warmup_steps: Count = 0
+    """Optimizer steps of linear warm-up."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Schedule after the warm-up, over the optimizer steps of the whole run."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    adam_beta1: Beta = 0.9
+    """Decay of Adam's first moment."""
+    adam_beta2: Beta = 0.98
+    """Decay of Adam's second moment."""
+    clip_grad: NonNegative = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+    """Trainer resources and parallel layout (data parallelism is what is left over)"""
+
+    actor_num_nodes: Positive = 1
+    """Machines of the trainer."""
+    actor_num_gpus_per_node: Positive | None = None
+    """Trainer ranks per machine: GPUs, or processes where there is none. Unset: as many as the parallel sizes need."""
+    tensor_model_parallel_size: Positive = 1
+    """Ranks that share each layer."""
+    pipeline_model_parallel_size: Positive = 1
+    """Ranks that share the stack of layers."""
+    context_parallel_size: Positive = 1
+    """Ranks that share each sequence."""
+    expert_model_parallel_size: Positive = 1
+    """Ranks that share the experts of a mixture-of-experts model."""
+    sequence_parallel: bool = False
+    """Split activations along the sequence between tensor-parallel ranks."""
+    use_distributed_optimizer: bool = False
+    """Split the optimizer's state over data-parallel ranks."""
+    recompute_activations: bool = False
+    """Recompute activations in the backward pass in place of keeping them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncOptions:
+    """Weight sync from trainer to engines"""
+
+    weight_sync_transport: Literal["broadcast", "disk"] = "broadcast"
+    """Way of the weights: collective broadcast (NCCL, gloo), or files."""
+    update_weight_buffer_size: Positive = 512 * 1024 * 1024
+    """Bytes of one bucket."""
+    pause_mode: Literal["retract", "in_place", "abort"] = "retract"
+    """What engines do with requests in flight during an update."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingOptions:
+    """Tracking"""
+
+    eval_interval: Count = 0
+    """Rollouts between held-out evaluations (also one before the first and one after the last); 0 for none."""
+    tensorboard: bool = True
+    """Write TensorBoard files into the run folder."""
+    use_wandb: bool = False
+    """Also report to Weights & Biases (needs the package wandb)."""
+    wandb_project: str = "agentrl"
+    """Project in Weights & Biases."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassedOn:
+    """Handed on to SGLang and Megatron"""
+
+    sglang: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the SGLang server: any `--sglang-NAME VALUE`, or the table `[sglang]` of a file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronPassedOn:
+    """Handed on to Megatron-core"""
+
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Fields of Megatron's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig by their own flags (`--moe-router-topk 2`), or the table `[megatron]` of a file."""
+
+
+class _Resolved:
+    """What both configurations can do."""
+
+    def replace(self, **changes: Any) -> Any:
+        """A copy with ``changes``; nothing is validated or derived again."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready copy of all options; the embedded model is written as ``"demo"``."""
+        from agentrl.config.serialize import to_dict
+
+        return to_dict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Any:
+        """Inverse of :meth:`to_dict`. Raises ConfigError on an unknown key or a value of the wrong type."""
+        from agentrl.config.serialize import from_dict
+
+        return from_dict(cls, values)
+
+    def env_spec(self) -> tuple[str, dict[str, Any]]:
+        """``(spec, kwargs)`` for :func:`agentrl.make`: the environment, or prompt data as one."""
+        if self.prompt_data is None:
+            return self.env, dict(self.env_args)
+        return self.prompt_env_spec(self.prompt_data)
+
+    def prompt_env_spec(self, path: str) -> tuple[str, dict[str, Any]]:
+        """``(spec, kwargs)`` of the environment over a prompt file (--prompt-data, --eval-prompt-data)."""
+        kwargs = {
+            "path": path,
+            "input_key": self.input_key,
+            "label_key": self.label_key,
+            "metadata_key": self.metadata_key,
+            "apply_chat_template": self.apply_chat_template,
+            "reward": self.custom_rm_path or self.rm_type,
+        }
+        return "agentrl.envs.prompt:PromptEnv", {**kwargs, **self.env_args}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(
+    _Resolved,
+    MegatronPassedOn,
+    PassedOn,
+    RunOptions,
+    TrackingOptions,
+    EvaluationOptions,
+    CheckpointOptions,
+    SyncOptions,
+    ParallelOptions,
+    OptimizerOptions,
+    AlgorithmOptions,
+    LimitOptions,
+    LoopOptions,
+    EngineOptions,
+    EnvironmentOptions,
+):
+    """Options of ``agentrl train``. Made by :func:`agentrl.config.load_config`, which fills what follows."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def world_size(self) -> int:
+        """Trainer ranks, all together."""
+        return self.actor_num_nodes * (self.actor_num_gpus_per_node or 1)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Copies of the model in the trainer."""
+        return self.world_size // self.model_parallel_size
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.num_rollout * (self.num_steps_per_rollout or 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(_Resolved, PassedOn, RunOptions, EvaluationOptions, LimitOptions, EngineOptions, EnvironmentOptions):
+    """Evaluation run
+
+    Options of ``agentrl eval``; shares names and meaning with :class:`Config`.
+    """
+
+    run: PathText | None = None
+    """Training run whose newest checkpoint is evaluated, with that run's environment and limits."""
+    split: str = "test"
+    """Split to evaluate. The training split is taken only when it is asked for by name."""
