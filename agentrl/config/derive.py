@@ -1,0 +1,92 @@
+"""What follows from what: the options that may be left out because others determine them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentrl.config.presets import DEMO, demo_folder
+from agentrl.config.schema import Config
+from agentrl.errors import ConfigError
+
+DERIVED = {
+    "global_batch_size": ("rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout"),
+    "num_steps_per_rollout": ("global_batch_size",),
+    "rollout_num_engines": ("rollout_num_gpus",),
+    "rollout_num_gpus": ("rollout_num_engines", "rollout_num_gpus_per_engine"),
+    "actor_num_gpus_per_node": (
+        "actor_num_nodes",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+    ),
+    "eps_clip_high": ("eps_clip",),
+    "ref_load": ("hf_checkpoint",),
+}
+"""Options that follow from others. A run's saved value of one is not kept when what it follows from is given anew."""
+
+
+def batch_rule(config: Config, global_batch_size: Any, num_steps_per_rollout: Any) -> str:
+    """The batch rule with the numbers of ``config`` in it, for messages."""
+    product = config.rollout_batch_size * config.n_samples_per_prompt
+    return (
+        "the batch rule is rollout_batch_size × n_samples_per_prompt = global_batch_size × num_steps_per_rollout, "
+        f"here {config.rollout_batch_size} × {config.n_samples_per_prompt} = {product} against "
+        f"{global_batch_size} × {num_steps_per_rollout}"
+    )
+
+
+def derive(config: Any) -> Any:
+    """``config`` with the options filled that were left to follow from others.
+
+    Raises:
+        ConfigError: What was given cannot be completed (the batch rule has no whole solution, for one).
+    """
+    changes: dict[str, Any] = _engines(config)
+    changes["hf_checkpoint"] = str(demo_folder()) if config.hf_checkpoint in (None, DEMO) else config.hf_checkpoint
+    if isinstance(config, Config):
+        changes |= _batch(config)
+        changes["eps_clip_high"] = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
+        if config.actor_num_gpus_per_node is None:
+            changes["actor_num_gpus_per_node"] = max(1, -(-config.model_parallel_size // max(1, config.actor_num_nodes)))
+        if config.use_kl_loss:
+            given = config.ref_load or changes["hf_checkpoint"]
+            changes["ref_load"] = str(demo_folder()) if given == DEMO else given
+    return config.replace(**changes)
+
+
+def _batch(config: Config) -> dict[str, int]:
+    size, steps = config.global_batch_size, config.num_steps_per_rollout
+    product = config.rollout_batch_size * config.n_samples_per_prompt
+    if size is not None and steps is not None:
+        return {}
+    if size is None:
+        steps = 1 if steps is None else steps
+        if steps < 1 or product % steps:
+            raise ConfigError(
+                f"--num-steps-per-rollout {steps} does not divide the rollout: {batch_rule(config, '?', steps)}. "
+                f"Give a divisor of {product}."
+            )
+        return {"global_batch_size": product // steps, "num_steps_per_rollout": steps}
+    if size < 1 or product % size:
+        raise ConfigError(
+            f"--global-batch-size {size} does not divide the rollout: {batch_rule(config, size, '?')}. "
+            f"Give a divisor of {product}."
+        )
+    return {"num_steps_per_rollout": product // size}
+
+
+def _engines(config: Any) -> dict[str, int]:
+    engines, gpus, per_engine = config.rollout_num_engines, config.rollout_num_gpus, config.rollout_num_gpus_per_engine
+    if engines is not None and gpus is not None:
+        return {}
+    if per_engine < 1:
+        raise ConfigError(f"--rollout-num-gpus-per-engine: expected at least 1, got {per_engine}")
+    if gpus is not None:
+        if gpus % per_engine:
+            raise ConfigError(
+                f"--rollout-num-gpus {gpus} is not a multiple of --rollout-num-gpus-per-engine {per_engine}: "
+                f"give {gpus // per_engine * per_engine or per_engine} or {(gpus // per_engine + 1) * per_engine}."
+            )
+        return {"rollout_num_engines": gpus // per_engine}
+    engines = 1 if engines is None else engines
+    return {"rollout_num_engines": engines, "rollout_num_gpus": engines * per_engine}

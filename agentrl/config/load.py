@@ -1,0 +1,111 @@
+"""From a command line to a configuration: layers, what follows from what, one validation.
+
+Later layers replace earlier ones: general defaults, the model's preset, the run that ``--load`` (or ``--run``)
+names, the file behind ``--config``, flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.derive import DERIVED, derive
+from agentrl.config.fields import options
+from agentrl.config.files import read_file
+from agentrl.config.parse import Given, parse_flags, parse_mapping
+from agentrl.config.presets import DEMO, PRESETS
+from agentrl.config.schema import Config, EvalConfig
+from agentrl.config.serialize import read_run_config, run_folder_of
+from agentrl.config.validate import validate
+from agentrl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration and, for each option that has not its general default, where its value came from."""
+
+    config: Any
+    sources: dict[str, str] = field(default_factory=dict)
+
+
+def load_config(argv: Sequence[str]) -> Config:
+    """Options of ``agentrl train`` from its arguments. Raises ConfigError."""
+    return resolve(Config, argv).config
+
+
+def load_eval_config(argv: Sequence[str]) -> EvalConfig:
+    """Options of ``agentrl eval`` from its arguments. Raises ConfigError."""
+    return resolve(EvalConfig, argv).config
+
+
+def resolve(config_class: type, argv: Sequence[str]) -> Resolved:
+    """As :func:`load_config`, with the source of each value."""
+    flags, config_file = parse_flags(config_class, argv)
+    layers = [flags]
+    if config_file is not None:
+        layers.insert(0, parse_mapping(config_class, read_file(config_file), config_file))
+    run = _run_layer(config_class, layers)
+    if run is not None:
+        layers.insert(0, run)
+    preset = _preset_layer(config_class, layers)
+    if preset is not None:
+        layers.insert(0, preset)
+    merged = Given()
+    for layer in layers:
+        for name, value in layer.values.items():
+            if isinstance(value, tuple):  # a later list of task files replaces an earlier one
+                merged.values.pop(name, None)
+            merged.put(name, value, layer.sources[name])
+    config = derive(config_class(**_expanded(config_class, merged.values)))
+    explicit = {name: source for name, source in merged.sources.items() if source not in ("preset", "run")}
+    validate(config, explicit)
+    return Resolved(config, merged.sources)
+
+
+def _expanded(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
+    """``~`` at the start of paths becomes the home folder."""
+    fields, out = options(config_class), dict(values)
+    for name, value in values.items():
+        if fields[name].is_path and isinstance(value, str) and value.startswith("~"):
+            out[name] = str(Path(value).expanduser())
+    return out
+
+
+def _last(layers: list[Given], name: str) -> Any:
+    return next((layer.values[name] for layer in reversed(layers) if name in layer.values), None)
+
+
+def _run_layer(config_class: type, layers: list[Given]) -> Given | None:
+    """The configuration of the run to go on from, or to evaluate."""
+    option = "load" if config_class is Config else "run"
+    path = _last(layers, option)
+    if path is None:
+        return None
+    folder = run_folder_of(path)
+    if folder is None:
+        if config_class is EvalConfig:
+            raise ConfigError(f"--run {path}: not a run folder (no config.json of a run in it)")
+        return None
+    fields = options(config_class)
+    values = {name: value for name, value in read_run_config(folder).items() if config_class is Config or name in fields}
+    for name in ("load", "output_dir"):
+        values.pop(name, None)
+    given = parse_mapping(config_class, values, str(folder / "config.json"))
+    if config_class is Config:
+        given.values["output_dir"] = str(folder)
+        for name, roots in DERIVED.items():
+            if any(root in layer.values for layer in layers for root in roots):
+                given.values.pop(name, None)
+    given.sources = dict.fromkeys(given.values, "run")
+    return given
+
+
+def _preset_layer(config_class: type, layers: list[Given]) -> Given | None:
+    """The preset of the model, where it has one; no model named is the embedded one."""
+    name = _last(layers, "hf_checkpoint") or DEMO
+    if name not in PRESETS:
+        return None
+    values = {key: value for key, value in PRESETS[name].items() if key in options(config_class)}
+    return Given({**values, "hf_checkpoint": name}, dict.fromkeys([*values, "hf_checkpoint"], "preset"))

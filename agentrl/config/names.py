@@ -1,0 +1,88 @@
+"""Names that are not options here: close spellings, other systems' names, and what is not available yet."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+NOT_AVAILABLE = {
+    "colocate": "trainer and engines on the same devices",
+    "offload-train": "trainer and engines on the same devices",
+    "offload-rollout": "trainer and engines on the same devices",
+    "num-data-workers": "streaming task files",
+    "streaming-data": "streaming task files",
+    "over-sampling-batch-size": "over-sampling",
+    "dynamic-sampling-filter-path": "dynamic sampling filters",
+    "buffer-filter-path": "buffer filters",
+    "partial-rollout": "partial rollouts",
+    "async-buffer-size": "asynchronous training",
+    "update-weights-interval": "asynchronous training",
+    "max-staleness": "asynchronous training",
+    "kl-coef": "KL divergence as part of the reward; --use-kl-loss is available",
+    "use-tis": "importance-sampling correction",
+    "use-fault-tolerance": "switching fault tolerance off; dead engines are always replaced",
+    "rollout-health-check-interval": "choosing the health check interval",
+    "rollout-health-check-timeout": "choosing the health check timeout",
+    "auto-resume": "restarting by itself; --load RUN continues a run",
+    "eval-env": "several evaluation environments; --eval-prompt-data is available",
+    "base-url": "evaluating against an OpenAI-compatible server",
+    "model": "evaluating against an OpenAI-compatible server",
+    "gamma": "PPO",
+    "lambd": "PPO",
+    "num-critic-only-steps": "PPO",
+}
+"""Flags (without dashes) that users of slime know and that later versions will take, with what they are for."""
+
+RENAMED = {
+    "bf16": "--dtype bf16",
+    "fp16": "--dtype bf16",
+    "fp32": "--dtype fp32",
+    "params-dtype": "--dtype",
+    "pipeline-dtype": "--dtype",
+    "autocast-dtype": "--dtype",
+    "model-path": "--hf-checkpoint",
+    "tokenizer-path": "--hf-checkpoint",
+    "ref-model": "--ref-load",
+    "train-iters": "--num-rollout",
+    "lr-warmup-iters": "--lr-warmup-steps",
+    "learning-rate": "--lr",
+    "batch-size": "--rollout-batch-size",
+    "group-size": "--n-samples-per-prompt",
+    "max-steps": "--num-rollout",
+    "temperature": "--rollout-temperature",
+    "top-p": "--rollout-top-p",
+    "disable-grpo-std-normalization": "--no-grpo-std-normalization",
+    "env-args": "--env-arg",
+    "num-gpus": "--actor-num-gpus-per-node and --rollout-num-gpus",
+    "concurrency": "--rollout-concurrency",
+    "limit": "--eval-tasks",
+    "wandb": "--use-wandb",
+}
+"""Names of the same thing elsewhere (slime, Megatron, TRL), with the flag to use here."""
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
+    """The candidate most like ``name``, or None when nothing is close."""
+    found = difflib.get_close_matches(name.lower(), list(candidates), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def unknown_message(given: str, bare: str, candidates: Iterable[str], *, as_flag: bool) -> str:
+    """What to say of an unknown flag or key.
+
+    Args:
+        given: As the person wrote it, with where (``--lrr`` or ``run.toml: lrr``).
+        bare: The name in flag spelling without dashes.
+        candidates: All names that would be right, in the same spelling.
+        as_flag: Whether to suggest ``--name`` or ``name`` with underscores, as in a file.
+    """
+    noun = "flag" if as_flag else "key"
+    if bare in NOT_AVAILABLE:
+        return f"{given}: {NOT_AVAILABLE[bare]} is not available yet in this version."
+    if bare in RENAMED:
+        right = RENAMED[bare] if as_flag else RENAMED[bare].lstrip("-").replace("-", "_")
+        return f"Unknown {noun} {given}. Use {right}."
+    close = nearest(bare, candidates)
+    if close is None:
+        return f"Unknown {noun} {given}. `agentrl train --help` lists all of them."
+    return f"Unknown {noun} {given}. Did you mean {'--' + close if as_flag else close.replace('-', '_')}?"

@@ -1,0 +1,253 @@
+"""Flags and the keys of configuration files to typed values, each with the place it came from.
+
+Nothing is decided here about what values mean together; see :mod:`agentrl.config.validate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.config import passthrough
+from agentrl.config.fields import Option, options
+from agentrl.config.foreign import ForeignField, megatron_fields
+from agentrl.config.names import unknown_message
+from agentrl.config.values import EXPECTED, PARSERS, coerce, parse_bool, parse_json_or_text, parse_key_value
+from agentrl.errors import ConfigError
+
+ALIASES = {"EvalConfig": {"limit": "eval_tasks", "concurrency": "rollout_concurrency"}}
+"""Second names of flags, per configuration class."""
+
+
+@dataclass
+class Given:
+    """Values one place gave: by field name, and how each was written there (for messages)."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def put(self, name: str, value: Any, source: str) -> None:
+        """Set ``name``; mappings are merged key by key, repeated pairs are collected."""
+        if isinstance(value, dict):
+            value = {**self.values.get(name, {}), **value}
+        elif isinstance(value, tuple):
+            value = self.values.get(name, ()) + value
+        self.values[name] = value
+        self.sources[name] = source
+
+
+def _flag_table(config_class: type) -> dict[str, Option]:
+    table = {option.flag[2:]: option for option in options(config_class).values() if option.kind != "passthrough"}
+    for alias, name in ALIASES.get(config_class.__name__, {}).items():
+        table[alias] = options(config_class)[name]
+    return table
+
+
+def parse_flags(config_class: type, argv: Sequence[str]) -> tuple[Given, str | None]:
+    """Read the command line.
+
+    Returns:
+        The values given and the path behind ``--config``, if any.
+
+    Raises:
+        ConfigError: Unknown flag (with the nearest right one), missing value, or value of the wrong type.
+    """
+    table = _flag_table(config_class)
+    given, config_file, position = Given(), None, 0
+    while position < len(argv):
+        word = argv[position]
+        if not word.startswith("--") or word == "--":
+            raise ConfigError(f"Unexpected argument {word!r}: options begin with `--`. Quote values that hold spaces.")
+        name, sep, inline = word[2:].partition("=")
+        behind = _words_behind(argv, position + 1)
+        words = [inline] if sep else behind
+        if name == "config":
+            config_file, used = _take(f"--{name}", "a file", words, 1)[0], 1
+        elif name in table:
+            used = _put_own(given, table[name], f"--{name}", words, bool(sep))
+        elif name.startswith("no-") and name[3:] in table and table[name[3:]].kind == "bool":
+            if sep:
+                raise ConfigError(f"--{name} takes no value, got {inline!r}")
+            given.put(table[name[3:]].name, False, f"--{name}")
+            used = 0
+        else:
+            used = _put_foreign(config_class, given, name, words, bool(sep), table)
+        position += 1 + (0 if sep else used)
+    return given, config_file
+
+
+def _words_behind(argv: Sequence[str], start: int) -> list[str]:
+    end = start
+    while end < len(argv) and not argv[end].startswith("--"):
+        end += 1
+    return list(argv[start:end])
+
+
+def _take(flag: str, expected: str, words: Sequence[str], count: int) -> list[str]:
+    if len(words) < count:
+        raise ConfigError(f"{flag}: expected {expected}, got nothing")
+    return list(words[:count])
+
+
+def _put_own(given: Given, option: Option, flag: str, words: list[str], inline: bool) -> int:
+    """Read one flag of ours; returns the number of words used."""
+    if option.kind == "bool":
+        if inline:
+            given.put(option.name, _read(option, flag, words[0]), flag)
+            return 1
+        following = words[0].lower() if words else ""
+        if following in ("true", "false"):
+            given.put(option.name, parse_bool(following), flag)
+            return 1
+        given.put(option.name, True, flag)
+        return 0
+    if option.kind == "pairs":
+        name, path = _take(flag, "NAME PATH", words, 2)
+        given.put(option.name, ((name, path),), flag)
+        return 2
+    (word,) = _take(flag, _expected(option), words, 1)
+    if option.kind == "mapping":
+        key, value = parse_key_value(word, flag)
+        given.put(option.name, {key: value}, flag)
+    else:
+        given.put(option.name, _read(option, flag, word), flag)
+    return 1
+
+
+def _expected(option: Option) -> str:
+    if option.kind == "choice":
+        return "one of " + ", ".join(option.choices)
+    return EXPECTED.get(option.kind, option.metavar)
+
+
+def _read(option: Option, flag: str, word: str) -> Any:
+    if option.nullable and word.lower() == "none":
+        return None
+    if option.kind == "choice":
+        return _choice(option, flag, word)
+    try:
+        return PARSERS[option.kind](word)
+    except ValueError:
+        raise ConfigError(f"{flag}: expected {_expected(option)}, got {word!r}") from None
+
+
+def _choice(option: Option, given: str, value: Any) -> Any:
+    if value not in option.choices:
+        extra = ""
+        if option.name == "advantage_estimator" and value in ("gspo", "ppo", "reinforce_plus_plus", "rloo", "cispo"):
+            extra = f" ({value} is not available yet in this version)"
+        raise ConfigError(f"{given}: expected {_expected(option)}, got {value!r}{extra}")
+    return value
+
+
+def _put_foreign(config_class: type, given: Given, name: str, words: list[str], inline: bool, table: dict) -> int:
+    """Read a flag handed on to SGLang or Megatron; returns the number of words used."""
+    fields, flag = options(config_class), f"--{name}"
+    if name.startswith("sglang-") and "sglang" in fields:
+        found = passthrough.sglang_field(flag, name[len("sglang-") :])
+        key = found.name if found else name[len("sglang-") :].replace("-", "_")
+        value, used = _foreign_value(flag, found, words, inline)
+        given.put("sglang", {key: value}, flag)
+        return used
+    if "megatron" in fields:
+        off = name.startswith("no-")
+        found = passthrough.megatron_field(flag, name[3:] if off else name)
+        if found is not None and (not off or found.kind == "bool"):
+            value, used = (False, 0) if off else _foreign_value(flag, found, words, inline)
+            given.put("megatron", {found.name: value}, flag)
+            return used
+    raise ConfigError(_unknown(config_class, flag, name, table))
+
+
+def _unknown(config_class: type, flag: str, name: str, table: dict) -> str:
+    own = [*table, *("no-" + n for n, option in table.items() if option.kind == "bool"), "config"]
+    message = unknown_message(flag, name, own, as_flag=True)
+    if "Did you mean" in message or "lists all" not in message or "megatron" not in options(config_class):
+        return message
+    known = megatron_fields()
+    if known is None:
+        return message + " Megatron's own flags are taken when megatron-core is installed: pip install 'agentrl[train]'."
+    return unknown_message(flag, name, [n.replace("_", "-") for n in known], as_flag=True)
+
+
+def _foreign_value(flag: str, found: ForeignField | None, words: list[str], inline: bool) -> tuple[Any, int]:
+    if found is None:  # the package is not installed: take what is there, it will check
+        if not words:
+            return True, 0
+        if len(words) == 1:
+            return parse_json_or_text(words[0]), 1
+        return [parse_json_or_text(word) for word in words], len(words)
+    if found.kind == "bool" and not inline:
+        if words and words[0].lower() in ("true", "false"):
+            return parse_bool(words[0]), 1
+        return True, 0
+    if not words:
+        raise ConfigError(f"{flag}: expected {EXPECTED.get(found.kind, 'a value')}, got nothing")
+    taken = words if found.kind == "list" else words[:1]
+    return passthrough.read_text(flag, found, taken), len(taken)
+
+
+def parse_mapping(config_class: type, values: dict[str, Any], where: str) -> Given:
+    """Read the keys of a file (``where`` names it). Raises ConfigError as :func:`parse_flags` does."""
+    fields, given = options(config_class), Given()
+    for key, value in values.items():
+        name, source = str(key).replace("-", "_"), f"{where}: {key}"
+        name = ALIASES.get(config_class.__name__, {}).get(name, name)
+        if name in fields:
+            _put_typed(given, fields[name], source, value)
+        elif name.startswith("sglang_") and "sglang" in fields:
+            _put_typed(given, fields["sglang"], source, {name[len("sglang_") :]: value})
+        elif "megatron" in fields and passthrough.megatron_field(source, name) is not None:
+            _put_typed(given, fields["megatron"], source, {name: value})
+        else:
+            known = [n.replace("_", "-") for n in fields]
+            raise ConfigError(unknown_message(source, name.replace("_", "-"), known, as_flag=False))
+    return given
+
+
+def _put_typed(given: Given, option: Option, source: str, value: Any) -> None:
+    if value is None:
+        if not option.nullable:
+            raise ConfigError(f"{source}: expected {_expected(option)}, got nothing")
+        given.put(option.name, None, source)
+    elif option.kind == "choice":
+        given.put(option.name, _choice(option, source, value), source)
+    elif option.kind == "pairs":
+        given.put(option.name, _pairs(source, value), source)
+    elif option.kind in ("mapping", "passthrough"):
+        if not isinstance(value, dict):
+            raise ConfigError(f"{source}: expected a table of names and values, got {value!r}")
+        given.put(option.name, {str(k): v for k, v in _foreign_table(option.name, source, value)}, source)
+    else:
+        try:
+            given.put(option.name, coerce(option.kind, value), source)
+        except ValueError:
+            raise ConfigError(f"{source}: expected {_expected(option)}, got {value!r}") from None
+
+
+def _foreign_table(name: str, source: str, table: dict) -> list[tuple[str, Any]]:
+    if name not in ("sglang", "megatron"):
+        return list(table.items())
+    items = []
+    for key, value in table.items():
+        given = f"{source}.{key}"
+        if name == "sglang":
+            found = passthrough.sglang_field(given, str(key))
+        else:
+            found = passthrough.megatron_field(given, str(key))
+            if found is None and megatron_fields() is not None:
+                known = [n.replace("_", "-") for n in megatron_fields()]
+                raise ConfigError(unknown_message(given, str(key).replace("_", "-"), known, as_flag=False))
+        items.append((found.name if found else str(key).replace("-", "_"), passthrough.read_typed(given, found, value) if found else value))
+    return items
+
+
+def _pairs(source: str, value: Any) -> tuple[tuple[str, str], ...]:
+    pairs = list(value.items()) if isinstance(value, dict) else value
+    ok = isinstance(pairs, (list, tuple)) and all(
+        isinstance(p, (list, tuple)) and len(p) == 2 and all(isinstance(x, str) for x in p) for p in pairs
+    )
+    if not ok:
+        raise ConfigError(f"{source}: expected pairs of name and path, got {value!r}")
+    return tuple((name, path) for name, path in pairs)

@@ -1,0 +1,36 @@
+"""Starting values that belong to a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+DEMO = "demo"
+"""Name of the embedded model, as ``--hf-checkpoint`` and saved configurations write it."""
+
+PRESETS: dict[str, dict[str, Any]] = {
+    DEMO: {
+        "num_rollout": 12,
+        "rollout_batch_size": 32,
+        "n_samples_per_prompt": 8,
+        "lr": 5e-4,
+        "lr_decay_style": "constant",
+        "eps_clip": 0.2,
+        "eps_clip_high": 0.28,
+        "rollout_temperature": 1.0,
+        "rollout_max_response_len": 64,
+        "rollout_max_context_len": 512,
+        "max_turns": 6,
+        "eval_interval": 4,
+        "eval_tasks": 200,
+        "save_interval": 4,
+        "dtype": "fp32",
+        "seed": 0,
+    }
+}
+"""Options that take the place of the general defaults when a model of this name is used."""
+
+
+def demo_folder() -> Path:
+    """Folder of the embedded model."""
+    return Path(__file__).resolve().parent.parent / "assets" / "demo"

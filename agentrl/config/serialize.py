@@ -1,0 +1,65 @@
+"""Configurations as JSON-ready mappings, and back."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.fields import options
+from agentrl.config.parse import parse_mapping
+from agentrl.config.presets import DEMO, demo_folder
+from agentrl.errors import CheckpointError, ConfigError
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """All options of ``config``; the embedded model's folder is written as its name, so that a run can move."""
+    values = {}
+    for name in options(type(config)):
+        value = copy.deepcopy(getattr(config, name))
+        if isinstance(value, tuple):
+            value = [list(pair) for pair in value]
+        if name in ("hf_checkpoint", "ref_load") and value == str(demo_folder()):
+            value = DEMO
+        values[name] = value
+    return values
+
+
+def from_dict(config_class: type, values: dict[str, Any]) -> Any:
+    """Inverse of :func:`to_dict`; options that are absent keep their defaults.
+
+    Raises:
+        ConfigError: Unknown key or value of the wrong type.
+    """
+    given = parse_mapping(config_class, values, config_class.__name__).values
+    for name in ("hf_checkpoint", "ref_load"):
+        if given.get(name) == DEMO:
+            given[name] = str(demo_folder())
+    return config_class(**given)
+
+
+def run_folder_of(path: str | Path) -> Path | None:
+    """The run folder ``path`` is, or lies in (a checkpoint); None when no ``config.json`` is found there."""
+    start = Path(path).expanduser()
+    for folder in (start, *start.absolute().parents[:2]):
+        if (folder / "config.json").is_file() and "rollout_batch_size" in _peek(folder / "config.json"):
+            return folder
+    return None
+
+
+def _peek(file: Path) -> str:
+    with file.open(encoding="utf-8", errors="replace") as stream:
+        return stream.read(1 << 16)
+
+
+def read_run_config(folder: Path) -> dict[str, Any]:
+    """The options in a run folder's ``config.json``. Raises CheckpointError when it is torn."""
+    file = folder / "config.json"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: the run's configuration cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: expected the options of a run, got {type(values).__name__}")
+    return values
