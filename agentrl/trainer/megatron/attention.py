@@ -1,0 +1,131 @@
+"""Attention over packed sequences in plain PyTorch, for the CPU and for GPUs without TransformerEngine.
+
+Megatron's own local attention takes no packed sequences and holds the scores of all pairs in memory.
+This one cuts the packed [T] tokens into their sequences, runs torch's fused causal attention on
+each run of equally long ones, and never lets a token see another sequence.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from agentrl.errors import ConfigError
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Packing of one micro-batch: ``lengths`` of its sequences, ``positions`` int64[T] of its tokens.
+
+    With TransformerEngine ``qkv_format`` is ``"thd"`` and its kernels read ``cu_seqlens``. Without,
+    it stays ``"sbhd"``: Megatron then applies rotary embeddings position by position in one go, and
+    :class:`VarlenAttention` reads ``lengths``.
+    """
+
+    lengths: tuple[int, ...] = ()
+    positions: Tensor | None = None
+
+
+def pack(lengths: tuple[int, ...], positions: Tensor, *, thd: bool) -> PackedSequences:
+    """The packing of sequences of these lengths; ``positions`` restart at 0 in each."""
+    longest = max(lengths)
+    if not thd:
+        # Rounded up so that the table of rotary frequencies is found in Megatron's cache.
+        longest = -(-longest // 256) * 256
+        return PackedSequences(
+            qkv_format="sbhd",
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            lengths=lengths,
+            positions=positions,
+        )
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=positions.device)
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        lengths=lengths,
+        positions=positions,
+    )
+
+
+class VarlenAttention(MegatronModule):
+    """Megatron's ``core_attention`` for packed sequences: causal, grouped queries, no dropout."""
+
+    def __init__(
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        attention_dropout=None,
+        softmax_scale=None,
+        cp_comm_type=None,
+        pg_collection=None,
+    ):
+        super().__init__(config=config)
+        if config.context_parallel_size > 1:
+            raise ConfigError("--context-parallel-size above 1 needs TransformerEngine; use 1")
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout:
+            raise ConfigError(f"attention_dropout {dropout} is not supported in training by rollouts; use 0")
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask=None,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:
+        """Args: query [T, 1, heads, dim]; key and value [T, 1, groups, dim]. Returns [T, 1, heads * dim]."""
+        lengths = (query.shape[0],) if packed_seq_params is None else packed_seq_params.lengths
+        out = varlen_attention(
+            query.squeeze(1), key.squeeze(1), value.squeeze(1), lengths, self.softmax_scale
+        )
+        return out.reshape(out.shape[0], 1, -1)
+
+
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float | None = None
+) -> Tensor:
+    """Causal attention within each of the packed sequences.
+
+    Args:
+        query: [T, heads, dim].
+        key, value: [T, groups, dim], ``heads`` a multiple of ``groups``.
+        lengths: of the sequences, with sum T. Neighbours of equal length run as one batch.
+        scale: of the scores; default 1 / sqrt(dim).
+
+    Returns:
+        [T, heads, dim].
+    """
+    heads, groups = query.shape[1], key.shape[1]
+    if heads != groups:
+        key, value = (_repeat(x, heads // groups) for x in (key, value))
+    runs = [(n, sum(1 for _ in same)) for n, same in itertools.groupby(lengths)]
+    sizes = [n * count for n, count in runs]
+    outs = []
+    for (n, count), q, k, v in zip(
+        runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
+    ):
+        q, k, v = (x.unflatten(0, (count, n)).transpose(1, 2) for x in (q, k, v))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _repeat(x: Tensor, times: int) -> Tensor:
+    t, groups, dim = x.shape
+    return x.unsqueeze(2).expand(t, groups, times, dim).reshape(t, groups * times, dim)

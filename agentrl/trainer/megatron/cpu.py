@@ -1,0 +1,187 @@
+"""What Megatron-core asks of CUDA, answered for a machine without it.
+
+Megatron-core 0.16 computes nothing on the GPU that it could not compute on the CPU (with its local
+layer spec), but it names the device in passing. :func:`install` answers exactly these questions,
+and only inside Megatron's and mbridge's own modules: they see a ``torch`` of ours
+(:class:`_CpuTorch`) that is torch with these differences.
+
+==============================================  ===========================================
+asked                                           answered
+==============================================  ===========================================
+``zeros``, ``ones``, ``empty``, ``full``,       the CPU's tensor (token counters of the schedules,
+``tensor``, ``arange`` with ``device="cuda"``   scalars of the optimizer and of gradient norms)
+``torch.cuda.current_device()``                 ``torch.device("cpu")`` (buffers of collectives,
+                                                gradient buffers, shapes sent between stages)
+``torch.cuda.synchronize``, ``empty_cache``,    nothing: CPU work is done when the call returns
+``set_device``, ``nvtx``
+``torch.cuda`` random state, ``manual_seed``    the CPU's (weight initialization, dropout)
+==============================================  ===========================================
+
+Four more are not questions to ``torch`` and are replaced one by one:
+
+- ``Tensor.cuda()``, called on the tied embedding of pipeline stages: the tensor itself. This is the
+  only change outside Megatron's modules; without CUDA the call could only have raised.
+- ``tensor_parallel.random._set_cuda_rng_state``: sets the CPU's state.
+- ``clip_grad_by_total_norm_fp32``: asserts the type name ``torch.cuda.FloatTensor``; ours multiplies.
+- ``DistributedOptimizer`` and ``Float16OptimizerWithFloat16Params`` sort parameters by the type name
+  ``torch.cuda.*``: while they are constructed, a CPU tensor gives that name.
+
+Fusions that would start a compiler (``bias_swiglu_fusion`` and the like) are off in the configuration
+of `model.py` unless asked for.
+
+With CUDA present :func:`install` does nothing. It may be called often.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn")
+_PREFIXES = ("megatron.core", "mbridge")
+_MODULES = (
+    "megatron.core.optimizer",
+    "megatron.core.distributed",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.dist_checkpointing",
+    "mbridge",
+)
+_CPU = torch.device("cpu")
+
+
+def on_cpu() -> bool:
+    """Whether the trainer runs on the CPU: there is no CUDA device."""
+    return not torch.cuda.is_available()
+
+
+def install() -> bool:
+    """Make Megatron-core run on the CPU when there is no CUDA. Returns whether it did.
+
+    Call it after the last import of Megatron's modules and before the first use; modules that it
+    does not know of yet are reached by calling it again.
+    """
+    if not on_cpu():
+        return False
+    import_megatron()
+    proxy = _proxy()
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_PREFIXES) and getattr(module, "torch", None) is torch:
+            module.torch = proxy
+    _replace_functions()
+    return True
+
+
+def import_megatron() -> None:
+    """Import what a trainer needs of Megatron-core and mbridge, without their notes on what is not installed."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
+        for name in _MODULES:
+            importlib.import_module(name)
+
+
+class _CpuTorch(types.ModuleType):
+    """``torch`` as Megatron's modules see it: every attribute is torch's, save those listed above."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class _CpuCuda(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+@functools.cache
+def _proxy() -> _CpuTorch:
+    proxy = _CpuTorch("torch")
+    # Copied so that a look-up costs what it costs in torch itself.
+    proxy.__dict__.update({k: v for k, v in torch.__dict__.items() if not k.startswith("__")})
+    for name in _FACTORIES:
+        setattr(proxy, name, _on_the_cpu(getattr(torch, name)))
+    proxy.cuda = _cuda()
+    return proxy
+
+
+def _cuda() -> _CpuCuda:
+    cuda = _CpuCuda("torch.cuda")
+    cuda.current_device = lambda: _CPU
+    for name in ("synchronize", "empty_cache", "set_device"):
+        setattr(cuda, name, _nothing)
+    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    cuda.random = types.SimpleNamespace(
+        get_rng_state=cuda.get_rng_state, set_rng_state=cuda.set_rng_state
+    )
+    cuda.nvtx = types.SimpleNamespace(range_push=_nothing, range_pop=_nothing)
+    return cuda
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stand-in for a call that has nothing to do on the CPU."""
+
+
+def _on_the_cpu(factory):
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = _CPU
+            kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return make
+
+
+@functools.cache
+def _replace_functions() -> None:
+    from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
+    from megatron.core.tensor_parallel import random
+
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    for module in (clip_grads, optimizer):
+        module.clip_grad_by_total_norm_fp32 = _clip_grads
+    for cls in (distrib_optimizer.DistributedOptimizer, optimizer.Float16OptimizerWithFloat16Params):
+        cls.__init__ = _with_cuda_type_names(cls.__init__)
+
+
+def _clip_grads(parameters, max_norm, total_norm, use_decoupled_grad=False) -> None:
+    factor = max_norm / (float(total_norm) + 1.0e-6)
+    if factor < 1.0:
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
+
+
+def _with_cuda_type_names(init):
+    @functools.wraps(init)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        with _cuda_type_names():
+            init(*args, **kwargs)
+
+    return wrapped
+
+
+@contextlib.contextmanager
+def _cuda_type_names() -> Iterator[None]:
+    real = torch.Tensor.type
+
+    def type_name(self, dtype=None, *args, **kwargs):
+        if dtype is not None:
+            return real(self, dtype, *args, **kwargs)
+        return real(self).replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = type_name
+    try:
+        yield
+    finally:
+        torch.Tensor.type = real

@@ -1,0 +1,89 @@
+"""Weights out: full Hugging Face tensors, one after the other, on every rank in lockstep.
+
+The naming and the layout are mbridge's. The walk is ours: mbridge exchanges Python objects for every
+tensor, we exchange the list of tensors once and then only tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from mbridge.core.bridge import Bridge
+from torch import Tensor
+
+from agentrl.trainer.megatron.model import PolicyModel
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One parameter of one pipeline stage, as all ranks need to know it."""
+
+    stage: int
+    local_name: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    split: bool
+    dim: int
+
+
+class Exporter:
+    """Iterates over ``(hf_name, tensor)`` of a model, again and again.
+
+    Tensors have the trainer's dtype and device and may be views of live weights: use them before the
+    next one is asked for or the model is trained. Every rank of the world must iterate at the
+    same time and to the same point, for each tensor costs collectives.
+    """
+
+    def __init__(self, model: PolicyModel, bridge: Bridge):
+        self._model, self._bridge = model, bridge
+        self._parameters = dict(model.named_parameters())
+        names = bridge._weight_name_mapping_mcore_local_to_global(model, consider_ep=False)
+        mpu = bridge.mpu
+        tied = bool(getattr(bridge.hf_config, "tie_word_embeddings", False))
+        mine = [
+            _Item(
+                stage=mpu.pp_rank,
+                local_name=local,
+                name=names[local],
+                shape=tuple(p.shape),
+                dtype=p.dtype,
+                split=bool(getattr(p, "tensor_model_parallel", False)) and mpu.tp_size > 1,
+                dim=getattr(p, "partition_dim", -1),
+            )
+            for local, p in self._parameters.items()
+            # The last stage's copy of a tied embedding is the first stage's embedding.
+            if not (tied and names[local] == "output_layer.weight")
+        ]
+        stages: list[list[_Item]] = [mine]
+        if mpu.pp_size > 1:
+            stages = [[] for _ in range(mpu.pp_size)]
+            dist.all_gather_object(stages, mine, group=mpu.pp_group)
+        self._items = [item for stage in stages for item in stage]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for item in self._items:
+            with torch.no_grad():
+                whole = self._whole(item)
+                pairs = list(zip(*self._bridge._weight_to_hf_format(item.name, whole), strict=True))
+            yield from pairs
+
+    def _whole(self, item: _Item) -> Tensor:
+        mpu = self._bridge.mpu
+        if item.stage == mpu.pp_rank:
+            tensor = self._parameters[item.local_name].detach()
+        else:
+            tensor = torch.empty(item.shape, dtype=item.dtype, device=next(self._model.parameters()).device)
+        if mpu.pp_size > 1:
+            source = dist.get_global_rank(mpu.pp_group, item.stage)
+            dist.broadcast(tensor, src=source, group=mpu.pp_group)
+        if not item.split:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(mpu.tp_size)]
+        dist.all_gather(parts, tensor.contiguous(), group=mpu.tp_group)
+        like = torch.empty(0)
+        like.tensor_model_parallel, like.partition_dim = True, item.dim
+        return self._bridge._weight_merge_across_tp(item.name, parts, like)

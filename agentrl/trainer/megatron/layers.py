@@ -1,0 +1,76 @@
+"""The layer specification: Megatron's local modules with packed attention, or TransformerEngine's.
+
+Without TransformerEngine, Megatron's local spec refuses sequence parallelism (its norm) and packed
+sequences (its attention). :class:`Norm` and
+:class:`~agentrl.trainer.megatron.attention.VarlenAttention` fill both gaps; everything else is
+Megatron's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from agentrl.trainer.megatron.attention import VarlenAttention
+
+
+def has_transformer_engine() -> bool:
+    """Whether TransformerEngine is there and there is a GPU to run it on."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+class Norm:
+    """RMSNorm or LayerNorm of torch whose parameters say that they see only part of the sequence.
+
+    With sequence parallelism each tensor-parallel rank normalizes its slice of the tokens, so
+    gradients of the weights must be summed over those ranks; Megatron does so for
+    parameters marked ``sequence_parallel``.
+    """
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused):
+        kind = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+def block_spec(config: TransformerConfig, *, vp_stage: int | None = None):
+    """Specification of this pipeline stage's layers.
+
+    TransformerEngine's modules where it is installed on a GPU (fused norms and linears, packed
+    attention by its kernels), else Megatron's local modules with :class:`Norm` and packed attention.
+    """
+    engine = has_transformer_engine()
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
+    )
+    if not engine:
+        replacements = {DotProductAttention: VarlenAttention, WrappedTorchNorm: Norm}
+        for layer in spec.layer_specs:
+            _replace(layer, replacements)
+        spec.layer_norm = Norm
+    return spec
+
+
+def _replace(node: object, replacements: dict[type, type]) -> None:
+    """Swap module classes everywhere below a specification."""
+    if isinstance(node, ModuleSpec):
+        for holder in (node.submodules, node.params):
+            _replace(holder, replacements)
+        if node.module in replacements:
+            node.module = replacements[node.module]
+        return
+    attributes = node if isinstance(node, dict) else getattr(node, "__dict__", None)
+    for name, value in list((attributes or {}).items()):
+        if isinstance(value, type) and value in replacements:
+            attributes[name] = replacements[value]
+        elif isinstance(value, ModuleSpec):
+            _replace(value, replacements)

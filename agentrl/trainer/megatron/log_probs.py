@@ -1,0 +1,152 @@
+"""Log-probabilities and entropy of sampled tokens from hidden states, the vocabulary split over TP ranks.
+
+The output layer and the softmax are one function, run in chunks of tokens: logits exist for one chunk
+at a time, only at positions where a token was sampled, and never as a full float32 copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CHUNK_BYTES = 8 << 20
+"""Size of one chunk of float32 logits. Small enough for a cache on the CPU."""
+KEEP_BYTES = 512 << 20
+"""Softmax kept from forward to backward up to this size; beyond it, logits are computed again."""
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's part of the vocabulary: ``[start, start + size)``, without padding rows."""
+
+    start: int
+    size: int
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def split(self) -> bool:
+        return self.group is not None and self.group.size() > 1
+
+
+def log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    shard: VocabShard,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """log softmax(hidden @ weight.T / temperature) at ``targets``, and the entropy of the softmax.
+
+    Args:
+        hidden: [N, h] states that predict the targets, equal on all ranks of ``shard.group``. Its
+            gradient is this rank's part; sum it over the group (Megatron's mappings do).
+        weight: [rows, h] of this rank; rows beyond ``shard.size`` are padding and ignored.
+        targets: int64[N] in the whole vocabulary.
+        entropy: also compute the entropy, with gradient.
+
+    Returns:
+        float32[N], and float32[N] or None.
+    """
+    values, entropies = _LinearLogProb.apply(
+        hidden, weight[: shard.size], targets, shard, 1.0 / temperature, entropy
+    )
+    return values, entropies if entropy else None
+
+
+class _LinearLogProb(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, shard, inverse_temperature, want_entropy):
+        n, vocab = hidden.shape[0], weight.shape[0]
+        local = targets - shard.start
+        here = (local >= 0) & (local < vocab)
+        local = torch.where(here, local, 0)
+        keep = ctx.needs_input_grad[0] and n * vocab * 4 <= KEEP_BYTES
+        # lse: of this rank's logits; picked: logit of the target; mean: of the logits under softmax
+        lse, picked, mean = (hidden.new_empty(n, dtype=torch.float32) for _ in range(3))
+        kept = []
+        for rows in _chunks(n, vocab):
+            logits = _logits(hidden[rows], weight, inverse_temperature)
+            picked[rows] = logits.gather(1, local[rows, None]).squeeze(1)
+            largest = logits.amax(1, keepdim=True)
+            if want_entropy:
+                probs = (logits - largest).exp_()
+            else:
+                probs = logits.sub_(largest).exp_()
+            total = probs.sum(1, keepdim=True)
+            probs.div_(total)
+            lse[rows] = (largest + total.log()).squeeze(1)
+            if want_entropy:
+                mean[rows] = torch.bmm(probs[:, None, :], logits[:, :, None]).view(-1)
+            if keep:
+                kept.append(probs)
+        share = None
+        if shard.split:
+            lse, picked, mean, share = _combine(lse, picked * here, mean, shard.group)
+        ctx.kept, ctx.shard, ctx.scale = kept, shard, inverse_temperature
+        result = picked - lse
+        entropy = lse - mean if want_entropy else hidden.new_empty(0)
+        ctx.save_for_backward(hidden, weight, local, here, share, lse, entropy)
+        ctx.want_entropy = want_entropy
+        return result, entropy
+
+    @staticmethod
+    def backward(ctx, grad, grad_entropy):
+        hidden, weight, local, here, share, lse, entropy = ctx.saved_tensors
+        grad = grad.float()
+        on_target = grad * here
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = None
+        kept = iter(ctx.kept)
+        ctx.kept = ()
+        for rows in _chunks(hidden.shape[0], weight.shape[0]):
+            probs = next(kept, None)
+            if probs is None:
+                probs = _logits(hidden[rows], weight, ctx.scale).sub_(lse[rows, None]).exp_()
+            elif share is not None:
+                probs.mul_(share[rows, None])
+            factor = -grad[rows, None]
+            if ctx.want_entropy:
+                # d entropy / d logit_j = -p_j (log p_j + entropy)
+                surprise = probs.clamp_min(torch.finfo(torch.float32).tiny).log_()
+                surprise.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None].float())
+                probs.mul_(surprise.add_(factor))
+            else:
+                probs.mul_(factor)
+            probs.scatter_add_(1, local[rows, None], on_target[rows, None])
+            if ctx.scale != 1.0:
+                probs.mul_(ctx.scale)
+            probs = probs.to(weight.dtype)
+            torch.mm(probs, weight, out=grad_hidden[rows])
+            if grad_weight is None:
+                grad_weight = probs.t() @ hidden[rows]
+            else:
+                grad_weight.addmm_(probs.t(), hidden[rows])
+        if grad_weight is None:
+            grad_weight = torch.zeros_like(weight)
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, inverse_temperature: float) -> Tensor:
+    logits = (hidden @ weight.t()).float()
+    return logits if inverse_temperature == 1.0 else logits.mul_(inverse_temperature)
+
+
+def _chunks(n: int, vocab: int) -> list[slice]:
+    size = max(64, CHUNK_BYTES // (4 * vocab))
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def _combine(lse: Tensor, picked: Tensor, mean: Tensor, group) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Global log-sum-exp, target logit and mean logit from those of the ranks, in two collectives."""
+    largest = lse.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    mass = torch.exp(lse - largest)
+    both = torch.stack([mass, picked, mass * mean])
+    dist.all_reduce(both, group=group)
+    total = both[0]
+    return largest + total.log(), both[1], both[2] / total, mass / total

@@ -1,0 +1,235 @@
+"""From a Hugging Face checkpoint directory to Megatron's GPTModel, by mbridge.
+
+mbridge knows how an architecture's ``config.json`` maps to Megatron's configuration and how the
+weights are named and laid out on both sides. What it lacks for us is filled here: the names of the
+local layer spec, a per-model copy of its name tables (it edits class attributes), and rotary
+frequencies as transformers computes them (transformers 5 keeps them in ``rope_parameters``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import AutoConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from agentrl.errors import CheckpointError, ConfigError
+from agentrl.trainer.megatron import cpu
+from agentrl.trainer.megatron.attention import PackedSequences
+from agentrl.trainer.megatron.layers import block_spec, has_transformer_engine
+from agentrl.trainer.megatron.log_probs import VocabShard
+from agentrl.trainer.megatron.options import TrainerOptions
+from agentrl.trainer.megatron.parallel import Layout
+
+SUPPORTED = ("qwen2", "qwen3", "llama")
+"""``model_type`` in ``config.json`` of the architectures that are tested."""
+
+
+def resolve_dtype(options: TrainerOptions) -> torch.dtype:
+    """The dtype of the weights: what was asked, or float32 on the CPU and bfloat16 on GPUs."""
+    if options.dtype == "auto":
+        return torch.float32 if cpu.on_cpu() else torch.bfloat16
+    return getattr(torch, options.dtype)
+
+
+def read_config(hf_checkpoint: str | Path) -> PretrainedConfig:
+    """``config.json`` of a checkpoint directory, without running code from it.
+
+    Raises:
+        CheckpointError: the directory has no ``config.json`` or no safetensors.
+        ConfigError: the architecture is not one of :data:`SUPPORTED`.
+    """
+    path = Path(hf_checkpoint)
+    if not (path / "config.json").is_file() or not list(path.glob("*.safetensors")):
+        raise CheckpointError(
+            f"--hf-checkpoint {path} must be a directory with config.json and *.safetensors; "
+            "download the model first and give its folder"
+        )
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    if config.model_type not in SUPPORTED:
+        raise ConfigError(
+            f"--hf-checkpoint {path} is of type {config.model_type!r}; supported: {', '.join(SUPPORTED)}"
+        )
+    return config
+
+
+def make_bridge(hf_config: PretrainedConfig, options: TrainerOptions, layout: Layout) -> Bridge:
+    """mbridge's bridge for this architecture, with Megatron's configuration as ``.config``."""
+    base = _MODEL_REGISTRY[hf_config.model_type]
+    tied = bool(getattr(hf_config, "tie_word_embeddings", False))
+    direct = {**base._DIRECT_MAPPING, "output_layer.weight": "lm_head.weight"}
+    if tied:
+        direct["output_layer.weight"] = "model.embed_tokens.weight"
+    norms = {
+        "input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"],
+        "pre_mlp_layernorm.weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
+    }
+    cls = type(
+        base.__name__,
+        (base,),
+        {
+            "_DIRECT_MAPPING": direct,
+            "_OTHER_MAPPING": {**base._OTHER_MAPPING, **norms},
+            "_MLP_MAPPING": {**base._MLP_MAPPING, **norms},
+        },
+    )
+    padded = hf_config.vocab_size % layout.tp != 0
+    bridge = cls(
+        hf_config,
+        dtype=resolve_dtype(options),
+        make_vocab_size_divisible_by=layout.tp if padded else None,
+    )
+    bridge.set_extra_args(**_transformer_options(options))
+    bridge.vocab_size = hf_config.vocab_size
+    bridge.padded_vocab_size = math.ceil(hf_config.vocab_size / layout.tp) * layout.tp
+    return bridge
+
+
+def _transformer_options(options: TrainerOptions) -> dict[str, Any]:
+    engine = has_transformer_engine()
+    return {
+        "sequence_parallel": options.sequence_parallel,
+        "use_cpu_initialization": cpu.on_cpu(),
+        # Weights come from the checkpoint.
+        "perform_initialization": False,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": engine,
+        "bias_dropout_fusion": engine,
+        "apply_rope_fusion": engine,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "persist_layer_norm": False,
+        **({"recompute_granularity": "selective"} if options.recompute_activations else {}),
+        **megatron_overrides(options, TransformerConfig),
+    }
+
+
+def megatron_overrides(options: TrainerOptions, config_class: type) -> dict[str, Any]:
+    """The entries of ``options.megatron`` that are fields of this Megatron configuration class.
+
+    Raises:
+        ConfigError: an entry is a field of none of Megatron's configurations.
+    """
+    known: set[str] = set()
+    for cls in (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig):
+        known |= {f.name for f in dataclasses.fields(cls)}
+    for name in options.megatron:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"Megatron-core has no option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+    fields = {f.name for f in dataclasses.fields(config_class)}
+    return {k: v for k, v in options.megatron.items() if k in fields}
+
+
+class PolicyModel(GPTModel):
+    """GPTModel whose last stage returns hidden states; the output layer runs in the loss.
+
+    Logits are then computed only where a token was sampled (`log_probs.py`).
+    """
+
+    def _preprocess(self, *args: Any, packed_seq_params: PackedSequences | None = None, **kwargs: Any):
+        out = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if packed_seq_params is None or packed_seq_params.qkv_format == "thd":
+            return out
+        table, positions = out[1], packed_seq_params.positions
+        return (out[0], table.index_select(0, positions), *out[2:])
+
+    def _postprocess(self, hidden_states, *args: Any, **kwargs: Any):
+        if not self.post_process or kwargs.get("labels") is not None:
+            return super()._postprocess(hidden_states, *args, **kwargs)
+        return hidden_states
+
+    def output_weight(self) -> torch.Tensor:
+        """[padded vocabulary / TP, hidden] of the output layer. Last stage only."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def rows_for_logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Hidden states [N, h] at token positions ``rows``, ready for the split output layer.
+
+        Args:
+            hidden: [T, 1, h], or [T / TP, 1, h] with sequence parallelism.
+        """
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)
+            return hidden.squeeze(1).index_select(0, rows)
+        picked = hidden.squeeze(1).index_select(0, rows)
+        return copy_to_tensor_model_parallel_region(picked)
+
+
+def build_model(bridge: Bridge, layout: Layout) -> PolicyModel:
+    """This rank's part of the model, weights not yet set."""
+    hf_config, config = bridge.hf_config, bridge.config
+    base, frequencies = _rotary(hf_config)
+    model = PolicyModel(
+        config=config,
+        transformer_layer_spec=block_spec(config),
+        vocab_size=bridge.padded_vocab_size,
+        max_sequence_length=hf_config.max_position_embeddings,
+        pre_process=layout.pp_rank == 0,
+        post_process=layout.last_stage,
+        share_embeddings_and_output_weights=bool(getattr(hf_config, "tie_word_embeddings", False)),
+        position_embedding_type="rope",
+        rotary_base=base,
+    )
+    model.rotary_pos_emb.inv_freq = frequencies.to(model.rotary_pos_emb.inv_freq.device)
+    for parameter in model.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return model
+
+
+def _rotary(hf_config: PretrainedConfig) -> tuple[float, torch.Tensor]:
+    """Base and inverse frequencies float32[dim / 2] exactly as transformers computes them."""
+    parameters = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+    base = parameters.get("rope_theta") or getattr(hf_config, "rope_theta", None) or 10000.0
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind == "default":
+        heads = hf_config.num_attention_heads
+        dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
+        dim = int(dim * parameters.get("partial_rotary_factor", 1.0))
+        return base, 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
+    if attention_factor != 1.0:
+        raise ConfigError(
+            f"rope_type {kind!r} scales attention by {attention_factor}, which the trainer does not do; "
+            "use a checkpoint with rope_type default, linear or llama3"
+        )
+    return base, frequencies.float()
+
+
+def vocab_shard(model: PolicyModel, bridge: Bridge, layout: Layout) -> VocabShard:
+    """This rank's part of the vocabulary. Last stage only."""
+    rows = model.output_weight().shape[0]
+    start = rows * layout.tp_rank
+    size = max(0, min(rows, bridge.vocab_size - start))
+    return VocabShard(start=start, size=size, group=bridge.mpu.tp_group)
+
+
+def wrap_ddp(model: torch.nn.Module, options: TrainerOptions) -> DistributedDataParallel:
+    """Megatron's data parallelism: gradients in one float32 buffer, summed over replicas."""
+    settings = {
+        "grad_reduce_in_fp32": True,
+        "overlap_grad_reduce": False,
+        "use_distributed_optimizer": options.use_distributed_optimizer,
+        **megatron_overrides(options, DistributedDataParallelConfig),
+    }
+    return DistributedDataParallel(model.config, DistributedDataParallelConfig(**settings), model)

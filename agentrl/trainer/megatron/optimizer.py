@@ -1,0 +1,81 @@
+"""Megatron's optimizer and learning-rate scheduler, and one step that refuses bad gradients."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, clip_grads, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from agentrl.trainer.megatron.model import megatron_overrides, resolve_dtype
+from agentrl.trainer.megatron.options import TrainerOptions
+
+
+def build_optimizer(model: DistributedDataParallel, options: TrainerOptions) -> MegatronOptimizer:
+    """Adam with decoupled weight decay (none on norms and biases), float32 master weights for bf16."""
+    dtype = resolve_dtype(options)
+    settings = {
+        "optimizer": "adam",
+        "lr": options.lr,
+        "min_lr": options.min_lr,
+        "weight_decay": options.weight_decay,
+        "adam_beta1": options.adam_beta1,
+        "adam_beta2": options.adam_beta2,
+        "adam_eps": options.adam_eps,
+        "clip_grad": options.clip_grad,
+        "bf16": dtype is torch.bfloat16,
+        "params_dtype": dtype,
+        "use_distributed_optimizer": options.use_distributed_optimizer,
+        **megatron_overrides(options, OptimizerConfig),
+    }
+    return get_megatron_optimizer(OptimizerConfig(**settings), [model], use_gloo_process_groups=False)
+
+
+def build_scheduler(optimizer: MegatronOptimizer, options: TrainerOptions) -> OptimizerParamScheduler:
+    """Linear warm-up, then ``options.lr_decay_style``. Counts optimizer steps."""
+    decay_steps = options.lr_decay_steps or options.lr_warmup_steps + 1
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=options.lr,
+        min_lr=options.min_lr,
+        lr_warmup_steps=options.lr_warmup_steps,
+        lr_decay_steps=max(decay_steps, options.lr_warmup_steps + 1),
+        lr_decay_style=options.lr_decay_style,
+        start_wd=options.weight_decay,
+        end_wd=options.weight_decay,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+    )
+
+
+def optimizer_step(
+    optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, clip: float
+) -> tuple[bool, float, float]:
+    """Update the weights from the gradients in the buffers.
+
+    The rate is that of the step about to be taken, so a warm-up of n steps starts at lr / n, not 0.
+    Where the gradient norm is not finite nothing changes: no weight, no moment, no step count.
+
+    Args:
+        clip: largest gradient norm; 0 for no limit.
+
+    Returns:
+        Whether the weights were updated, the gradient norm before clipping, the learning rate.
+    """
+    scheduler.step(1)
+    rate = float(optimizer.param_groups[0]["lr"])
+    overflow = optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if overflow or not math.isfinite(norm):
+        optimizer.zero_grad()
+        scheduler.step(-1)
+        return False, norm, rate
+    if clip > 0:
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            parameters = part.get_parameters()
+            if parameters:
+                clip_grads.clip_grad_by_total_norm_fp32(parameters, clip, norm)
+    return bool(optimizer.step_with_ready_grads()), norm, rate

@@ -1,0 +1,106 @@
+"""Options of one trainer, and Megatron's own options by their own names. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.errors import ConfigError
+
+LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """What a trainer needs to know. Names are those of the flags; sizes are counts, times seconds."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    sequence_parallel: bool = False
+    use_distributed_optimizer: bool = False
+    recompute_activations: bool = False
+
+    dtype: str = "auto"
+    """``float32``, ``bfloat16``, or ``auto``: float32 on the CPU, bfloat16 on a GPU."""
+    seed: int = 1234
+    threads: int = 1
+    """Threads of torch in this process, on the CPU."""
+    timeout_s: float = 1800.0
+    """Deadline of every collective."""
+
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    lr_warmup_steps: int = 0
+    """Optimizer steps over which the rate rises linearly; the first step has lr / lr_warmup_steps."""
+    lr_decay_style: str = "constant"
+    lr_decay_steps: int | None = None
+    """Optimizer steps until ``min_lr`` is reached; needed unless the style is constant."""
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.98
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    """Largest gradient norm; 0 leaves gradients as they are."""
+
+    eps_clip: float = 0.2
+    eps_clip_high: float | None = None
+    use_kl_loss: bool = False
+    kl_loss_coef: float = 0.0
+    kl_loss_type: str = "low_var_kl"
+    entropy_coef: float = 0.0
+    temperature: float = 1.0
+    """Sampling temperature: log-probabilities are of softmax(logits / temperature)."""
+    recompute_old_logprobs: bool = False
+    """Old log-probabilities by a forward pass of the trainer instead of the engine's own."""
+    ref_load: str | None = None
+    """HF checkpoint of the reference model; default: the weights the trainer starts with."""
+
+    max_tokens_per_gpu: int = 8192
+    """Most tokens in a packed micro-batch."""
+    micro_batch_size: int | None = None
+    """Samples in a micro-batch; when set, ``max_tokens_per_gpu`` is not used."""
+
+    megatron: Mapping[str, Any] = field(default_factory=dict)
+    """Further options of Megatron-core by their own names (TransformerConfig, OptimizerConfig,
+    DistributedDataParallelConfig)."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise ConfigError(f"--dtype {self.dtype!r}: use auto, float32 or bfloat16")
+        if self.temperature <= 0:
+            raise ConfigError(
+                f"temperature {self.temperature} is not above 0; greedy samples have no log-probability "
+                "to train on"
+            )
+        if self.lr_decay_style not in LR_DECAY_STYLES:
+            raise ConfigError(
+                f"--lr-decay-style {self.lr_decay_style!r} is not one of {', '.join(LR_DECAY_STYLES)}"
+            )
+        if self.lr_decay_style != "constant" and self.lr_decay_steps is None:
+            raise ConfigError(f"--lr-decay-style {self.lr_decay_style} needs lr_decay_steps")
+
+    @classmethod
+    def from_config(cls, config: Any, **changes: Any) -> TrainerOptions:
+        """Options from an object with attributes of the same names (the run's ``Config``).
+
+        ``rollout_temperature`` becomes ``temperature``. ``changes`` win over ``config``.
+        """
+        values = {
+            f.name: getattr(config, f.name)
+            for f in dataclasses.fields(cls)
+            if getattr(config, f.name, None) is not None
+        }
+        if getattr(config, "rollout_temperature", None) is not None:
+            values["temperature"] = config.rollout_temperature
+        if getattr(config, "use_dynamic_batch_size", False):
+            values["micro_batch_size"] = None
+        return cls(**{**values, **changes})
+
+    @property
+    def kl_coef(self) -> float:
+        """Weight of the KL term, 0 when it is off."""
+        return self.kl_loss_coef if self.use_kl_loss else 0.0

@@ -1,0 +1,126 @@
+"""Process groups: one per kind of parallelism, over gloo on the CPU and NCCL on GPUs, with a deadline."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from agentrl.errors import ConfigError
+from agentrl.trainer.megatron import cpu
+from agentrl.trainer.megatron.options import TrainerOptions
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where this process stands. Ranks count from 0 in each kind of parallelism."""
+
+    rank: int
+    world_size: int
+    tp: int
+    tp_rank: int
+    pp: int
+    pp_rank: int
+    dp: int
+    dp_rank: int
+    cp: int
+
+    @property
+    def last_stage(self) -> bool:
+        return self.pp_rank == self.pp - 1
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank's losses count in sums over the world: last stage, one per TP group."""
+        return self.last_stage and self.tp_rank == 0
+
+
+def check_layout(options: TrainerOptions, world_size: int) -> None:
+    """Raise ConfigError when the parallel sizes do not fit the number of ranks."""
+    model = (
+        options.tensor_model_parallel_size
+        * options.pipeline_model_parallel_size
+        * options.context_parallel_size
+    )
+    sizes = (
+        f"--tensor-model-parallel-size {options.tensor_model_parallel_size} x "
+        f"--pipeline-model-parallel-size {options.pipeline_model_parallel_size} x "
+        f"--context-parallel-size {options.context_parallel_size}"
+    )
+    if world_size % model:
+        raise ConfigError(
+            f"{sizes} = {model} does not divide the {world_size} trainer ranks "
+            "(--actor-num-nodes x --actor-num-gpus-per-node)"
+        )
+    if options.context_parallel_size > 1:
+        raise ConfigError(
+            f"--context-parallel-size {options.context_parallel_size} is not available; use 1"
+        )
+    if options.sequence_parallel and options.tensor_model_parallel_size == 1:
+        raise ConfigError("--sequence-parallel needs --tensor-model-parallel-size of at least 2")
+
+
+def initialize(
+    rank: int, world_size: int, master_addr: str, master_port: int, options: TrainerOptions
+) -> Layout:
+    """Join the world and build Megatron's groups. Every collective has ``options.timeout_s``.
+
+    Raises:
+        ConfigError: the sizes do not fit ``world_size``, or the process already is in a world.
+    """
+    check_layout(options, world_size)
+    if dist.is_initialized():
+        raise ConfigError("this process already belongs to a process group; use one process a rank")
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    timeout = datetime.timedelta(seconds=options.timeout_s)
+    if cpu.on_cpu():
+        torch.set_num_threads(options.threads)
+        # Ranks on one machine talk over loopback unless the operator chose an interface.
+        if master_addr in ("127.0.0.1", "localhost"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    else:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
+    dist.init_process_group(
+        "gloo" if cpu.on_cpu() else "nccl",
+        init_method=f"tcp://{master_addr}:{master_port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=options.tensor_model_parallel_size,
+        pipeline_model_parallel_size=options.pipeline_model_parallel_size,
+        context_parallel_size=options.context_parallel_size,
+        expert_model_parallel_size=options.expert_model_parallel_size,
+        distributed_timeout_minutes=max(options.timeout_s / 60, 1e-3),
+        create_gloo_process_groups=False,
+    )
+    torch.manual_seed(options.seed)
+    model_parallel_cuda_manual_seed(options.seed)
+    return Layout(
+        rank=rank,
+        world_size=world_size,
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp=parallel_state.get_pipeline_model_parallel_world_size(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        dp=parallel_state.get_data_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        cp=parallel_state.get_context_parallel_world_size(),
+    )
+
+
+def shutdown() -> None:
+    """Leave the world. May be called twice."""
+    from megatron.core import parallel_state
+
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,51 @@
+"""Further sets of weights for one model: the reference policy, kept on the CPU and swapped in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+
+class WeightCopies:
+    """Named CPU copies of a model's parameters.
+
+    One copy costs the size of this rank's weights in CPU memory, and nothing on the GPU. While one
+    is swapped in, the live weights wait in CPU memory too.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self._parameters = list(model.parameters())
+        self._copies: dict[str, list[torch.Tensor]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._copies
+
+    @torch.no_grad()
+    def keep(self, name: str) -> None:
+        """Copy the model's present weights under this name, in place of an earlier copy."""
+        self._copies[name] = [p.detach().to("cpu", copy=True) for p in self._parameters]
+
+    @contextlib.contextmanager
+    def use(self, name: str) -> Iterator[None]:
+        """Run a block with the weights of that name, then put the live ones back.
+
+        Raises:
+            KeyError: no copy of that name was kept.
+        """
+        copy = self._copies[name]
+        with torch.no_grad():
+            live = [p.detach().to("cpu", copy=True) for p in self._parameters]
+            _write(self._parameters, copy)
+        try:
+            yield
+        finally:
+            _write(self._parameters, live)
+
+
+@torch.no_grad()
+def _write(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> None:
+    # In place: gradient buffers and optimizers hold on to these very tensors.
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
