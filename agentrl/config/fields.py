@@ -1,17 +1,17 @@
-"""The option table: what :mod:`agentrl.config.schema` declares, as plain records."""
+"""The option table: what option dataclasses such as :class:`agentrl.config.Config` declare, as plain records."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import functools
+import sys
 import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.config import schema
 from agentrl.config.values import PathMark, Range
 
 SINGULAR = {"env_args": "env-arg"}
@@ -46,9 +46,10 @@ class Option:
         return {"int": "INT", "float": "NUMBER", "mapping": "KEY=VALUE", "pairs": "NAME PATH"}.get(self.kind, "")
 
 
-def _attribute_docs() -> dict[tuple[str, str], str]:
-    """``(class, field) -> docstring``, read from the schema's source: Python keeps no attribute docstrings."""
-    tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
+@functools.cache
+def _attribute_docs(module: str) -> dict[tuple[str, str], str]:
+    """``(class, field) -> docstring``, read from the module's source: Python keeps no attribute docstrings."""
+    tree = ast.parse(Path(sys.modules[module].__file__).read_text(encoding="utf-8"))
     docs = {}
     for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
         for stmt, follower in zip(cls.body, cls.body[1:]):
@@ -88,7 +89,7 @@ def _option(cls: type, item: dataclasses.Field, hint: Any, doc: str) -> Option:
     default = item.default if item.default is not dataclasses.MISSING else item.default_factory()
     return Option(
         name=item.name,
-        group=(cls.__doc__ or "").strip(),
+        group=(cls.__doc__ or "").strip().partition("\n")[0],
         kind=kind,
         default=default,
         nullable=nullable,
@@ -102,12 +103,12 @@ def _option(cls: type, item: dataclasses.Field, hint: Any, doc: str) -> Option:
 @functools.cache
 def options(config_class: type) -> dict[str, Option]:
     """Field name -> :class:`Option` of ``config_class``, group by group, in the order of declaration."""
-    docs = _attribute_docs()
     table = {}
     for cls in reversed(config_class.__mro__):
         own = cls.__dict__.get("__annotations__", {})
         if not dataclasses.is_dataclass(cls) or not own:
             continue
+        docs = _attribute_docs(cls.__module__)
         hints = typing.get_type_hints(cls, include_extras=True)
         for item in dataclasses.fields(cls):
             if item.name in own:

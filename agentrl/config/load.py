@@ -18,7 +18,7 @@ from agentrl.config.parse import Given, parse_flags, parse_mapping
 from agentrl.config.presets import DEMO, PRESETS
 from agentrl.config.schema import Config, EvalConfig
 from agentrl.config.serialize import read_run_config, run_folder_of
-from agentrl.config.validate import validate
+from agentrl.config.validate import validate, value_problems
 from agentrl.errors import ConfigError
 
 
@@ -38,6 +38,18 @@ def load_config(argv: Sequence[str]) -> Config:
 def load_eval_config(argv: Sequence[str]) -> EvalConfig:
     """Options of ``agentrl eval`` from its arguments. Raises ConfigError."""
     return resolve(EvalConfig, argv).config
+
+
+def load_options(option_class: type, argv: Sequence[str]) -> Any:
+    """Options of a small command, declared as a dataclass like the schema's groups. Raises ConfigError."""
+    flags, config_file = parse_flags(option_class, argv)
+    if config_file is not None:
+        raise ConfigError("--config is taken by `agentrl train` and `agentrl eval` only.")
+    config = option_class(**_expanded(option_class, flags.values))
+    problems = list(value_problems(config))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config
 
 
 def resolve(config_class: type, argv: Sequence[str]) -> Resolved:

@@ -84,5 +84,5 @@ def unknown_message(given: str, bare: str, candidates: Iterable[str], *, as_flag
         return f"Unknown {noun} {given}. Use {right}."
     close = nearest(bare, candidates)
     if close is None:
-        return f"Unknown {noun} {given}. `agentrl train --help` lists all of them."
+        return f"Unknown {noun} {given}. `--help` lists all of them."
     return f"Unknown {noun} {given}. Did you mean {'--' + close if as_flag else close.replace('-', '_')}?"

@@ -67,9 +67,12 @@ def read_text(given: str, field: ForeignField, words: Sequence[str]) -> Any:
     return _checked_choice(given, field, _scalar(given, field.kind, word))
 
 
+_SUFFIX = {"k": 10**3, "M": 10**6, "Ki": 2**10, "Mi": 2**20}
+
+
 def _scalar(given: str, kind: str, word: str) -> Any:
     if kind == "int":
-        word = re.sub(r"(?i)^(\d+)([km])$", lambda m: str(int(m[1]) * {"k": 1000, "m": 10**6}[m[2].lower()]), word)
+        word = re.sub(r"^(\d+)(k|M|Ki|Mi)$", lambda m: str(int(m[1]) * _SUFFIX[m[2]]), word)
     try:
         return PARSERS[kind](word)
     except ValueError:

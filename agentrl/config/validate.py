@@ -23,7 +23,7 @@ def validate(config: Config | EvalConfig, explicit: Mapping[str, str] | None = N
     Raises:
         ConfigError: One line for each problem.
     """
-    problems = list(_values(config))
+    problems = list(value_problems(config))
     if not problems:  # relations between values that are wrong in themselves would only repeat it
         problems += _environment(config, explicit or {})
         problems += _lengths(config)
@@ -42,7 +42,7 @@ def validate(config: Config | EvalConfig, explicit: Mapping[str, str] | None = N
 _TYPES = {"int": int, "float": (int, float), "bool": bool, "str": str, "choice": str, "mapping": dict, "passthrough": dict, "pairs": tuple}
 
 
-def _values(config: Any) -> Iterator[str]:
+def value_problems(config: Any) -> Iterator[str]:
     """Each value by itself: its type, range, choices."""
     for option in options(type(config)).values():
         value = getattr(config, option.name)

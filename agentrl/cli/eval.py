@@ -1,0 +1,29 @@
+"""``agentrl eval``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentrl.config import EvalConfig, load_eval_config
+
+INTRO = """\
+Evaluate an agent on held-out tasks, greedily unless told otherwise.
+
+  agentrl eval --env search --hf-checkpoint MODEL --limit 100
+  agentrl eval --run runs/NAME                                a training run's newest checkpoint"""
+
+
+def usage(argv: Sequence[str]) -> str:
+    """Help text."""
+    from agentrl.cli.help import command_help
+
+    return command_help("eval --env NAME [OPTIONS]", INTRO, EvalConfig, file_option=True)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Evaluate; returns the exit code."""
+    config = load_eval_config(argv)
+    from agentrl.evaluation.run import evaluate
+
+    evaluate(config)
+    return 0

@@ -1,0 +1,47 @@
+"""``agentrl export``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentrl.config.load import load_options
+from agentrl.config.schema import Count
+from agentrl.config.values import PathText
+from agentrl.errors import ConfigError
+
+INTRO = """\
+Write a checkpoint of a training run as a Hugging Face model: weights, configuration, tokenizer, chat template.
+
+  agentrl export --run runs/NAME --output-dir my-model"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Export"""
+
+    run: PathText | None = None
+    """Training run whose checkpoint is exported."""
+    output_dir: PathText | None = None
+    """Folder to write; it must not hold anything yet."""
+    step: Count | None = None
+    """Checkpoint to take, by its number of rollouts; unset: the newest."""
+
+
+def usage(argv: Sequence[str]) -> str:
+    """Help text."""
+    from agentrl.cli.help import command_help
+
+    return command_help("export --run RUN --output-dir DIR", INTRO, ExportOptions)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Export; returns the exit code."""
+    given = load_options(ExportOptions, argv)
+    if given.run is None or given.output_dir is None:
+        raise ConfigError("agentrl export needs --run RUN and --output-dir DIR.")
+    from agentrl.trainer.export import export
+
+    export(given.run, given.output_dir, step=given.step)
+    print(f"wrote {given.output_dir}")
+    return 0

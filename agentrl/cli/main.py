@@ -1,0 +1,121 @@
+"""The ``agentrl`` command: finds the subcommand, runs it, turns errors into one clear message and an exit code.
+
+Nothing heavy is imported before a subcommand asks for it; ``agentrl --help`` must answer at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from agentrl.errors import AgentRLError
+
+COMMANDS = {
+    "train": "train an agent in an environment",
+    "eval": "evaluate an agent on held-out tasks",
+    "export": "write a checkpoint of a run as a Hugging Face model",
+    "env": "list environments, show one",
+    "serve-retriever": "serve search over your own corpus (Search-R1's /retrieve API)",
+    "version": "print versions",
+}
+"""Subcommand -> one line on what it does; each lives in the module of its name."""
+
+_EXTRA_OF = {
+    "train": ("torch", "ray", "sglang", "sglang_router", "megatron", "mbridge", "transformers", "tokenizers", "aiohttp", "orjson",
+              "pyarrow", "tensorboard", "matplotlib", "safetensors", "uvloop"),
+    "retriever": ("starlette", "uvicorn", "bm25s", "faiss"),
+}  # fmt: skip
+"""Extra -> top-level modules that come with it."""
+
+INTERRUPTED = 130
+
+
+def usage() -> str:
+    """What ``agentrl --help`` prints."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: agentrl COMMAND [OPTIONS]",
+            "",
+            "Train language-model agents that act in many turns, and evaluate them on held-out tasks.",
+            "",
+            *lines,
+            "",
+            "`agentrl COMMAND --help` shows the options of a command.",
+            "First run: agentrl train --env search",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code.
+
+    0 is success, 1 a failure of the run, 2 a wrong flag, key, name or file, 3 a checkpoint that cannot be used, 130 Ctrl-C.
+    ``AGENTRL_TRACEBACK=1`` in the environment shows where an error came from.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except AgentRLError as error:
+        return _fail(error, str(error), error.exit_code)
+    except ModuleNotFoundError as error:
+        hint = _missing(error)
+        if hint is None:
+            raise
+        return _fail(error, hint, 2)
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output (`| head`) has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    name, rest = words[0], words[1:]
+    if name in ("--version", "-V"):
+        name = "version"
+    if name not in COMMANDS:
+        return _unknown(name)
+    command = importlib.import_module(f"agentrl.cli.{name.replace('-', '_')}")
+    if any(word in ("-h", "--help") for word in rest):
+        print(command.usage(rest))
+        return 0
+    return int(command.run(rest) or 0)
+
+
+def _unknown(name: str) -> int:
+    from agentrl.config.names import nearest
+
+    close = nearest(name, COMMANDS)
+    hint = f"Did you mean `agentrl {close}`?" if close else "`agentrl --help` lists the commands."
+    print(f"error: unknown command {name!r}. {hint}", file=sys.stderr)
+    return 2
+
+
+def _missing(error: ModuleNotFoundError) -> str | None:
+    """The line for a package that an extra would have brought; None when the module is nothing we know."""
+    top = (error.name or "").partition(".")[0]
+    for extra, modules in _EXTRA_OF.items():
+        if top in modules:
+            return f"{top} is not installed, and this command needs it: pip install 'agentrl[{extra}]'"
+    return None
+
+
+def _fail(error: BaseException, message: str, code: int) -> int:
+    if os.environ.get("AGENTRL_TRACEBACK"):
+        import traceback
+
+        traceback.print_exception(error)
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

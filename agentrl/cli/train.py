@@ -1,0 +1,30 @@
+"""``agentrl train``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentrl.config import Config, load_config
+
+INTRO = """\
+Train an agent: roll out episodes, turn their rewards into advantages, train, sync the weights, repeat.
+
+  agentrl train --env search                                  the embedded model, ready to run
+  agentrl train --env my_env.py:MyEnv --hf-checkpoint MODEL   your environment, your model
+  agentrl train --prompt-data tasks.jsonl --rm-type math      single-turn tasks from a file
+  agentrl train --load runs/NAME                              go on where a run stopped"""
+
+
+def usage(argv: Sequence[str]) -> str:
+    """Help text."""
+    from agentrl.cli.help import command_help
+
+    return command_help("train --env NAME [OPTIONS]", INTRO, Config, file_option=True)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Train; returns the exit code. The configuration is complete and checked before anything heavy is imported."""
+    config = load_config(argv)
+    from agentrl.trainer.run import train
+
+    return train(config) or 0
