@@ -1,0 +1,69 @@
+"""agentrl: train language-model agents that act in many turns.
+
+Everything a user writes against is named here and imported when first used; ``import agentrl`` itself
+loads nothing heavy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from agentrl import _gymnasium
+
+if TYPE_CHECKING:
+    from agentrl import rewards
+    from agentrl.envs import spaces
+    from agentrl.envs.core import Env
+    from agentrl.envs.prompt import PromptEnv
+    from agentrl.envs.registry import make, register, registered
+    from agentrl.envs.tool_env import ToolEnv
+    from agentrl.errors import AgentRLError, ConfigError, DataError, EnvError, InfraError
+    from agentrl.tools.base import Tool, ToolError, ToolResult, tool
+    from agentrl.types import Message, StopReason, Task, ToolCall, Trajectory
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AgentRLError": "agentrl.errors",
+    "ConfigError": "agentrl.errors",
+    "DataError": "agentrl.errors",
+    "Env": "agentrl.envs.core",
+    "EnvError": "agentrl.errors",
+    "InfraError": "agentrl.errors",
+    "Message": "agentrl.types",
+    "PromptEnv": "agentrl.envs.prompt",
+    "StopReason": "agentrl.types",
+    "Task": "agentrl.types",
+    "Tool": "agentrl.tools.base",
+    "ToolCall": "agentrl.types",
+    "ToolEnv": "agentrl.envs.tool_env",
+    "ToolError": "agentrl.tools.base",
+    "ToolResult": "agentrl.tools.base",
+    "Trajectory": "agentrl.types",
+    "make": "agentrl.envs.registry",
+    "register": "agentrl.envs.registry",
+    "registered": "agentrl.envs.registry",
+    "tool": "agentrl.tools.base",
+}
+_MODULES = {"rewards": "agentrl.rewards", "spaces": "agentrl.envs.spaces"}
+
+__all__ = [*_HOME, *_MODULES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(_MODULES[name])
+    else:
+        raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+_gymnasium.install()

@@ -1,0 +1,396 @@
+"""``Env``: the Gymnasium environment contract for text agents, written sync or async.
+
+An author defines ``reset`` or ``areset`` and ``step`` or ``astep``; the other of each pair is made
+here, and both give the same transitions. What every environment owes its callers (seeding, the turn
+budget, a complete ``info``) is done around the author's code, once per outermost call.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+from gymnasium.error import ClosedEnvironmentError, ResetNeeded
+from gymnasium.utils import seeding
+
+from agentrl.envs.spaces import Unicode
+from agentrl.errors import ConfigError, EnvError
+from agentrl.tools.threads import run_blocking, run_coroutine
+from agentrl.types import Message, StopReason
+
+_PAIRS = (("reset", "areset"), ("step", "astep"), ("close", "aclose"))
+_SPACE = Unicode()
+
+# Environments whose entry point is running in this context: an author's `super().step(...)` is part
+# of the same turn. Context variables follow the call into threads and onto other loops.
+_RUNNING: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("agentrl_running", default=())
+
+
+class Env(gymnasium.Env[str, str]):
+    """Base class of agent environments: model text in, new environment text out.
+
+    Subclasses define ``reset`` (or ``async def areset``) and ``step`` (or ``async def astep``).
+    Blocking code is run in a thread when the async entry point is used, so it never holds up other
+    episodes. One instance serves one episode at a time.
+
+    ``info`` after a reset holds ``task_id``, ``messages`` (the conversation to start from), and if
+    there are any ``tools`` (OpenAI function schemas) and ``stop`` (stop strings). After a step it
+    holds ``messages`` (the new ones), and at the end ``stop_reason`` and ``success``; ``rewards`` and
+    ``tool_calls`` where the environment has them. What an author leaves out is filled in. Keep
+    ``info`` deterministic: no clock, no uuid, no NaN.
+
+    Raise :class:`agentrl.errors.InfraError` for trouble that is not the model's fault. Never raise
+    because of what the model wrote: answer it with an observation.
+
+    Example:
+        >>> class Echo(Env):
+        ...     def reset(self, *, seed=None, options=None):
+        ...         return "Say hello.", {}
+        ...     def step(self, action):
+        ...         return "", float("hello" in action), True, False, {}
+        >>> env = Echo()
+        >>> env.reset(seed=1)[1]["messages"]
+        [{'role': 'user', 'content': 'Say hello.'}]
+        >>> env.step("hello")[1:4]
+        (1.0, True, False)
+    """
+
+    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}
+    observation_space = _SPACE
+    action_space = _SPACE
+
+    splits: ClassVar[tuple[str, ...]] = ("train", "test")
+    """Names of the task sets ``options["split"]`` may ask for."""
+    max_turns: int = 8
+    """Model turns after which the episode is truncated with ``stop_reason`` ``max_turns``."""
+    call_format: str = "auto"
+    """How the model writes tool calls (:func:`agentrl.tools.get_parser`); ``auto``: the loop decides."""
+
+    settings: ClassVar[tuple[str, ...]] = ("max_turns", "call_format", "render_mode")
+    """Attributes every constructor takes as keyword arguments, named in its signature or not."""
+
+    _turn: int = 0
+    _phase: str = "new"  # new, running, over, closed
+    _resets_since_seed: int = 0
+    _transcript: list[Message]
+
+    def __init__(self, **settings: Any) -> None:
+        unknown = sorted(set(settings) - set(self.settings))
+        if unknown:
+            raise TypeError(
+                f"{type(self).__name__} got unexpected arguments {unknown}; "
+                f"it takes {sorted(self.settings)}."
+            )
+        for name, value in settings.items():
+            setattr(self, name, value)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in cls.__dict__:
+            cls.__init__ = _taking_settings(cls.__init__)  # type: ignore[method-assign]
+        for blocking_name, async_name in _PAIRS:
+            _complete_pair(cls, blocking_name, async_name)
+
+    # -- what authors define ---------------------------------------------------------------------
+
+    def num_tasks(self, split: str) -> int | None:
+        """Number of tasks in ``split``; None when they are drawn without end from the seed."""
+        return None
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """Starts an episode.
+
+        Args:
+            seed: Same seed, same task and same randomness. None goes on with ``self.np_random``.
+            options: ``split`` (default: the first of ``splits``) and ``index`` (a task of it).
+
+        Returns:
+            The first observation and ``info``.
+        """
+        super().reset(seed=seed)
+        return "", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Takes one model turn.
+
+        Args:
+            action: What the model wrote, any text at all.
+
+        Returns:
+            ``(observation, reward, terminated, truncated, info)``; the observation is the new text only.
+
+        Raises:
+            InfraError: Something outside the episode failed.
+            gymnasium.error.ResetNeeded: The episode is over or was never started.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines neither `step` nor `astep`.")
+
+    def close(self) -> None:
+        """Frees what the environment holds. May be called more than once; runs once."""
+
+    def render(self) -> str:
+        """The conversation so far as text (render mode ``ansi``)."""
+        return "\n".join(f"{m['role']}: {m.get('content', '')}" for m in getattr(self, "_transcript", []))
+
+    # -- the other entry points, replaced in subclasses by the pair of what the author defined -----
+
+    async def areset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """:meth:`reset` for callers on an event loop."""
+        return await run_blocking(self.reset, seed=seed, options=options)
+
+    async def astep(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """:meth:`step` for callers on an event loop."""
+        return await run_blocking(self.step, action)
+
+    async def aclose(self) -> None:
+        """:meth:`close` for callers on an event loop."""
+        await run_blocking(self.close)
+
+    # -- around the author's code ----------------------------------------------------------------
+
+    def split_of(self, options: dict[str, Any] | None) -> str:
+        """The split ``options`` ask for.
+
+        Raises:
+            ConfigError: The environment has no such split.
+        """
+        split = (options or {}).get("split", self.splits[0])
+        if split not in self.splits:
+            raise ConfigError(f"{type(self).__name__} has no split {split!r}; it has {', '.join(self.splits)}.")
+        return split
+
+    def _before_reset(self, seed: int | None, options: dict[str, Any] | None) -> None:
+        if self._phase == "closed":
+            raise ClosedEnvironmentError(f"{type(self).__name__} was closed; make a new one.")
+        if seed is not None:
+            self._np_random, self._np_random_seed = seeding.np_random(seed)
+            self._resets_since_seed = 0
+        else:
+            self._resets_since_seed += 1
+        self._turn = 0
+        self._phase = "new"
+
+    def _after_reset(self, result: Any, options: dict[str, Any] | None) -> tuple[str, dict[str, Any]]:
+        name = type(self).__name__
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise EnvError(f"{name}.reset must return (observation, info), got {_brief(result)}.")
+        observation, info = result
+        _check_types(f"{name}.reset", observation, info)
+        info.setdefault("messages", [{"role": "user", "content": observation}])
+        info.setdefault("task_id", self._default_task_id(options))
+        self._phase = "running"
+        self._transcript = list(info["messages"])
+        return observation, info
+
+    def _default_task_id(self, options: dict[str, Any] | None) -> str:
+        split = (options or {}).get("split", self.splits[0])
+        index = (options or {}).get("index")
+        if index is not None:
+            return f"{split}/{index}"
+        later = f".{self._resets_since_seed}" if self._resets_since_seed else ""
+        return f"{split}/seed-{self.np_random_seed}{later}"
+
+    def _before_step(self, action: str) -> None:
+        if self._phase != "running":
+            raise ResetNeeded(f"{type(self).__name__}.step was called on an episode that is {self._phase}: call reset.")
+        if not isinstance(action, str):
+            raise TypeError(f"{type(self).__name__}.step takes the model's text, got {_brief(action)}.")
+        self._turn += 1
+        self._transcript.append({"role": "assistant", "content": action})
+
+    def _after_step(self, result: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        name = type(self).__name__
+        if not (isinstance(result, tuple) and len(result) == 5):
+            raise EnvError(
+                f"{name}.step must return (observation, reward, terminated, truncated, info), got {_brief(result)}."
+            )
+        observation, reward, terminated, truncated, info = result
+        _check_types(f"{name}.step", observation, info)
+        reward = checked_reward(reward, f"{name}.step")
+        terminated, truncated = bool(terminated), bool(truncated)
+        if not terminated and not truncated and self._turn >= self.max_turns:
+            truncated = True
+            info.setdefault("stop_reason", str(StopReason.MAX_TURNS))
+        if terminated:
+            info.setdefault("stop_reason", str(StopReason.DONE))
+        elif truncated:
+            info.setdefault("stop_reason", str(StopReason.ENV_TRUNCATED))
+            info.setdefault("success", False)
+        if "messages" not in info:
+            info["messages"] = [{"role": "user", "content": observation}] if observation else []
+        self._transcript.extend(info["messages"])
+        if terminated or truncated:
+            self._phase = "over"
+        return observation, reward, terminated, truncated, info
+
+
+def checked_reward(reward: Any, where: str) -> float:
+    """``reward`` as a float.
+
+    Raises:
+        EnvError: It is not a finite number; the text names ``where`` it came from.
+    """
+    if isinstance(reward, (bool, int, float, np.number, np.bool_)):
+        value = float(reward)
+        if math.isfinite(value):
+            return value
+    raise EnvError(f"{where} returned the reward {_brief(reward)}; a finite number is expected.")
+
+
+def _check_types(where: str, observation: Any, info: Any) -> None:
+    if not isinstance(observation, str):
+        raise EnvError(f"{where} must return its observation as str, got {_brief(observation)}.")
+    if not isinstance(info, dict):
+        raise EnvError(f"{where} must return its info as dict, got {_brief(info)}.")
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return f"{text[:80]}{'…' if len(text) > 80 else ''} ({type(value).__name__})"
+
+
+# -- completing what an author wrote ---------------------------------------------------------------
+
+
+def _taking_settings(init: Callable[..., None]) -> Callable[..., None]:
+    """``init`` that also takes the class's ``settings`` its signature does not name."""
+    parameters = inspect.signature(init).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return init
+
+    @functools.wraps(init)
+    def __init__(self: Env, *args: Any, **kwargs: Any) -> None:
+        for name in self.settings:
+            if name in kwargs and name not in parameters:
+                setattr(self, name, kwargs.pop(name))
+        init(self, *args, **kwargs)
+
+    return __init__
+
+
+def _complete_pair(cls: type[Env], blocking_name: str, async_name: str) -> None:
+    """Makes both entry points of a pair run what the most derived class defines."""
+    blocking = _most_derived(cls, blocking_name)
+    asynchronous = _most_derived(cls, async_name)
+    if blocking[0] == asynchronous[0] and cls not in (blocking[1], asynchronous[1]):
+        return
+    if inspect.iscoroutinefunction(_plain(blocking[2])):
+        raise TypeError(f"{cls.__name__}.{blocking_name} is a coroutine function: name it `{async_name}`.")
+    if not inspect.iscoroutinefunction(_plain(asynchronous[2])):
+        raise TypeError(f"{cls.__name__}.{async_name} must be `async def`; blocking code goes in `{blocking_name}`.")
+    author_blocking, author_async = _plain(blocking[2]), _plain(asynchronous[2])
+    if blocking[0] < asynchronous[0]:
+        author_async = _async_from_blocking(author_blocking)
+    elif asynchronous[0] < blocking[0]:
+        author_blocking = _blocking_from_async(author_async)
+    setattr(cls, blocking_name, _GUARDS[blocking_name][0](author_blocking))
+    setattr(cls, async_name, _GUARDS[blocking_name][1](author_async))
+
+
+def _most_derived(cls: type, name: str) -> tuple[int, type, Callable[..., Any]]:
+    for position, owner in enumerate(cls.__mro__):
+        if name in owner.__dict__:
+            return position, owner, owner.__dict__[name]
+    raise AttributeError(name)
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The author's function behind a guard."""
+    return getattr(function, "_agentrl_author", function)
+
+
+def _async_from_blocking(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    async def call(self: Env, *args: Any, **kwargs: Any) -> Any:
+        return await run_blocking(function, self, *args, **kwargs)
+
+    return call
+
+
+def _blocking_from_async(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(self: Env, *args: Any, **kwargs: Any) -> Any:
+        return run_coroutine(function(self, *args, **kwargs))
+
+    return call
+
+
+# -- guards: the outermost call of an episode does the bookkeeping, inner ones pass through ----------
+
+
+def _guarded(before: Callable[..., Any], after: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The blocking and the async guard that run ``before`` and ``after`` around an author's function."""
+
+    def blocking(author: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(author)
+        def call(self: Env, *args: Any, **kwargs: Any) -> Any:
+            running = _RUNNING.get()
+            if id(self) in running:
+                return author(self, *args, **kwargs)
+            token = _RUNNING.set((*running, id(self)))
+            try:
+                if before(self, *args, **kwargs) is _SKIP:
+                    return None
+                return after(self, author(self, *args, **kwargs), **kwargs)
+            finally:
+                _RUNNING.reset(token)
+
+        call._agentrl_author = author  # type: ignore[attr-defined]
+        return call
+
+    def asynchronous(author: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(author)
+        async def call(self: Env, *args: Any, **kwargs: Any) -> Any:
+            running = _RUNNING.get()
+            if id(self) in running:
+                return await author(self, *args, **kwargs)
+            token = _RUNNING.set((*running, id(self)))
+            try:
+                if before(self, *args, **kwargs) is _SKIP:
+                    return None
+                return after(self, await author(self, *args, **kwargs), **kwargs)
+            finally:
+                _RUNNING.reset(token)
+
+        call._agentrl_author = author  # type: ignore[attr-defined]
+        return call
+
+    return blocking, asynchronous
+
+
+_SKIP = object()
+
+
+def _before_reset(self: Env, *, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+    self._before_reset(seed, options)
+
+
+def _after_reset(self: Env, result: Any, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    return self._after_reset(result, options)
+
+
+def _before_close(self: Env) -> Any:
+    if self._phase == "closed":
+        return _SKIP
+    self._phase = "closed"
+    return None
+
+
+_GUARDS = {
+    "reset": _guarded(_before_reset, _after_reset),
+    "step": _guarded(lambda self, action: self._before_step(action), lambda self, result, **_: self._after_step(result)),
+    "close": _guarded(_before_close, lambda self, result: None),
+}
+
+for _pair in _PAIRS:
+    _complete_pair(Env, *_pair)

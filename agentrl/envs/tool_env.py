@@ -1,0 +1,331 @@
+"""``ToolEnv``: a task, a list of tools and a reward make an environment."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from agentrl.envs.core import Env, checked_reward
+from agentrl.errors import ConfigError, EnvError
+from agentrl.rewards import RewardSet
+from agentrl.tools.base import FunctionTool, Tool, ToolError, ToolErrorType, ToolResult
+from agentrl.tools.execution import run_calls
+from agentrl.tools.parsers import Parsed, Parser, clean_text, get_parser
+from agentrl.tools.threads import run_blocking
+from agentrl.types import Message, ToolCall
+
+Transition = tuple[str, float, bool, bool, dict[str, Any]]
+
+
+class ToolEnv(Env):
+    """An environment in which the model calls tools until it answers without a call.
+
+    Subclasses set ``tools`` and ``reward``, and define ``task`` or set ``tasks``. The first turn
+    without a tool call is the answer and ends the episode; so does a tool that returns
+    ``ToolResult(terminated=True)``.
+
+    Example:
+        >>> from agentrl import tool
+        >>> @tool
+        ... def add(a: int, b: int) -> str:
+        ...     '''Adds two integers.
+        ...
+        ...     Args:
+        ...         a: The first.
+        ...         b: The second.
+        ...     '''
+        ...     return str(a + b)
+        >>> class Sums(ToolEnv):
+        ...     tools = [add]
+        ...     def task(self, rng, split):
+        ...         a, b = rng.integers(100, size=2)
+        ...         return f"{a} + {b} = ?", str(a + b)
+        ...     def reward(self, text, answer):
+        ...         return float(text.strip() == answer)
+        >>> env = Sums()
+        >>> observation, info = env.reset(seed=0)
+        >>> env.step('<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>')[0]
+        '3'
+    """
+
+    tools: ClassVar[Sequence[Any]] = ()
+    """Functions, :class:`Tool` subclasses or instances. Methods marked ``@agentrl.tool`` are added."""
+    tasks: Mapping[str, Sequence[Any]] | None = None
+    """Rows by split: what :meth:`task` would return. None: :meth:`task` makes them."""
+    reward: Any = None
+    """A method ``reward(self, text, answer)``, a function, or a list of functions or (weight, function)."""
+    system_prompt: str = ""
+    """First message of every episode, if not empty."""
+
+    tool_timeout: float = 30.0
+    """Seconds a call may take, unless the tool says otherwise."""
+    max_tool_output: int = 8000
+    """Characters of a result the model gets to see; the rest is cut, with a mark."""
+    max_calls: int = 16
+    """Calls run in one turn; the rest are answered with an error."""
+    invalid_call_reward: float = 0.0
+    """Added for each malformed call, unknown tool or wrong argument; usually negative or 0."""
+    success_reward: float = 1.0
+    """The episode is a success when its final reward reaches this."""
+    answer_tag: str = "answer"
+    """In a tag format that has this tag, its text is the answer."""
+    result_tag: str = "information"
+    """In a tag format, the tag around results."""
+
+    settings: ClassVar[tuple[str, ...]] = (
+        *Env.settings,
+        "system_prompt",
+        "tool_timeout",
+        "max_tool_output",
+        "max_calls",
+        "invalid_call_reward",
+        "success_reward",
+    )
+
+    row: dict[str, Any]
+    """The task at hand: ``prompt``, ``answer`` and whatever else the author put there."""
+
+    # -- what authors define ---------------------------------------------------------------------
+
+    def task(self, rng: np.random.Generator, split: str) -> Any:
+        """Makes a task; may be ``async``.
+
+        Args:
+            rng: Seeded by split and task index, so that the same index is the same task everywhere.
+            split: One of ``splits``; draw its tasks from a part of the world of its own.
+
+        Returns:
+            The prompt; or ``(prompt, answer)``; or a dict with ``prompt``, ``answer``, optionally
+            ``task_id``, and anything the tools or the reward need. A prompt is text or a list of messages.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines neither `task` nor `tasks`.")
+
+    def num_tasks(self, split: str) -> int | None:
+        """Number of rows in ``tasks[split]``; None when :meth:`task` makes them."""
+        return None if self.tasks is None else len(self.tasks.get(split, ()))
+
+    def make_tools(self) -> list[Tool]:
+        """The tools of one episode: fresh copies of ``tools``, then the methods marked as tools."""
+        tools = [_as_tool(entry).for_episode(self) for entry in self.tools]
+        return tools + [method.bind(self) for method in _method_tools(type(self))]
+
+    def first_messages(self, row: dict[str, Any]) -> list[Message]:
+        """The conversation an episode starts with: ``system_prompt``, then the row's prompt."""
+        system = [Message(role="system", content=self.system_prompt)] if self.system_prompt else []
+        prompt = row["prompt"]
+        if isinstance(prompt, str):
+            return [*system, Message(role="user", content=prompt)]
+        return [*system, *copy.deepcopy(list(prompt))]
+
+    # -- the episode -----------------------------------------------------------------------------
+
+    async def areset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        split = self.split_of(options)
+        index = self._index(split, options)
+        self.row = await self._make_row(split, index)
+        self._tools = {tool.name: tool for tool in self.make_tools()}
+        self._parser = self._choose_parser()
+        self._turns: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+        self._total = 0.0
+        messages = self.first_messages(self.row)
+        info: dict[str, Any] = {"task_id": str(self.row.get("task_id", f"{split}/{index}")), "messages": messages}
+        if self._tools and self._parser.structured:
+            info["tools"] = [tool.schema() for tool in self._tools.values()]
+        if self._parser.stop:
+            info["stop"] = list(self._parser.stop)
+        return _text_of(m for m in messages if m["role"] != "system"), info
+
+    async def astep(self, action: str) -> Transition:
+        parsed = self._parser.parse(action)
+        self._turns.append(action)
+        calls, answer = self._calls_and_answer(parsed)
+        if answer is not None:
+            return await self._finish(answer, 0.0, [], [])
+        results = await run_calls(calls, self._tools, timeout=self.tool_timeout, max_calls=self.max_calls)
+        reward = sum(checked_reward(r.reward, f"tool {c.name!r}") for c, r in zip(calls, results, strict=True))
+        wrong = (ToolErrorType.PARSE, ToolErrorType.UNKNOWN_TOOL, ToolErrorType.INVALID_ARGUMENTS)
+        invalid = sum(r.error is not None and r.error.type in wrong for r in results)
+        reward += invalid * self.invalid_call_reward
+        records = [_record(c, r) for c, r in zip(calls, results, strict=True)]
+        self._calls.extend(copy.deepcopy(records))
+        messages = self._observe(calls, results)
+        if any(r.terminated for r in results):
+            return await self._finish(parsed.content, reward, messages, records)
+        self._total += reward
+        info: dict[str, Any] = {"messages": messages, "tool_calls": records}
+        if reward:
+            info["rewards"] = {"tools": reward}
+        return _text_of(messages), reward, False, False, info
+
+    async def _finish(
+        self, text: str, reward: float, messages: list[Message], records: list[dict[str, Any]]
+    ) -> Transition:
+        """The last transition: the final reward is of what the model wrote, never of what tools said."""
+        calls = [{k: call[k] for k in ("name", "arguments", "error") if k in call} for call in self._calls]
+        final = await self._rewards()(text, self.row.get("answer"), turns=list(self._turns), calls=calls, row=self.row)
+        total = sum(final.values())
+        self._total += reward + total
+        judged = total if final else self._total
+        parts = {**({"tools": reward} if reward else {}), **final}
+        info: dict[str, Any] = {"messages": messages, "rewards": parts, "success": judged >= self.success_reward}
+        if records:
+            info["tool_calls"] = records
+        return _text_of(messages), reward + total, True, False, info
+
+    # -- tasks -----------------------------------------------------------------------------------
+
+    def _index(self, split: str, options: dict[str, Any] | None) -> int:
+        count = self.num_tasks(split)
+        if count == 0:
+            raise ConfigError(f"{type(self).__name__} has no tasks in split {split!r}.")
+        index = (options or {}).get("index")
+        if index is None:
+            return int(self.np_random.integers(2**31 if count is None else count))
+        if index < 0 or (count is not None and index >= count):
+            limit = "" if count is None else f"; split {split!r} has {count}"
+            raise ConfigError(f"{type(self).__name__} has no task {index}{limit}.")
+        return int(index)
+
+    async def _make_row(self, split: str, index: int) -> dict[str, Any]:
+        if self.tasks is not None:
+            made = self.tasks[split][index]
+        else:
+            rng = np.random.default_rng([zlib.crc32(split.encode()), index])
+            if inspect.iscoroutinefunction(self.task):
+                made = await self.task(rng, split)
+            else:
+                made = await run_blocking(self.task, rng, split)
+        if isinstance(made, str):
+            made = {"prompt": made}
+        elif isinstance(made, tuple) and len(made) == 2:
+            made = {"prompt": made[0], "answer": made[1]}
+        if not isinstance(made, dict) or not isinstance(made.get("prompt"), (str, list)):
+            raise EnvError(
+                f"{type(self).__name__}.task must return a prompt, (prompt, answer) or a dict with 'prompt', got {made!r}."
+            )
+        return dict(made)
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def _choose_parser(self) -> Parser:
+        name = self.call_format
+        if name == "auto":
+            name = "hermes" if self._tools else "none"
+        parser = get_parser(name)
+        tags = getattr(parser, "names", None)
+        if tags is not None:
+            without = [tag for tag in tags if tag not in self._tools and tag != self.answer_tag]
+            if without:
+                raise ConfigError(
+                    f"call format {name!r}: no tool is named {without[0]!r}; there are: {', '.join(self._tools)}."
+                )
+        elif self._tools and name == "none":
+            raise ConfigError(
+                f"{type(self).__name__} has tools, but the model's chat template takes none (call format 'none'). "
+                "Use a model with a tool template, or declare call_format = 'tags:<tool>,answer' and explain the tags "
+                "in the prompt."
+            )
+        return parser
+
+    def _calls_and_answer(self, parsed: Parsed) -> tuple[list[ToolCall], str | None]:
+        """The calls to run, and the answer if the turn is one."""
+        tags = getattr(self._parser, "names", ())
+        calls = list(parsed.tool_calls)
+        if self.answer_tag not in tags:
+            return self._tag_arguments(calls), None if calls else parsed.content
+        # What follows an answer does not count, and an answer beside a call was given without its result.
+        position = next((i for i, c in enumerate(calls) if c.name == self.answer_tag and c.error is None), None)
+        if position == 0:
+            return [], calls[0].arguments["text"]
+        calls = calls[:position]
+        if not calls:
+            calls = [ToolCall("", {}, "call_0", "no tag found")]
+        return self._tag_arguments(calls), None
+
+    def _tag_arguments(self, calls: list[ToolCall]) -> list[ToolCall]:
+        """In a tag format, the text goes to the tool's first parameter."""
+        if self._parser.structured:
+            return calls
+        named = []
+        for call in calls:
+            tool = self._tools.get(call.name)
+            first = next(iter(tool.parameters.get("properties", {})), "text") if tool else "text"
+            arguments = {first: call.arguments["text"]} if "text" in call.arguments else {}
+            named.append(ToolCall(call.name, arguments, call.id, call.error))
+        return named
+
+    def _observe(self, calls: list[ToolCall], results: list[ToolResult]) -> list[Message]:
+        texts = [self._shown(result) for result in results]
+        if self._parser.structured:
+            return [
+                Message(role="tool", name=call.name, content=text, tool_call_id=call.id)
+                for call, text in zip(calls, texts, strict=True)
+            ]
+        tags = "|".join(map(re.escape, (*getattr(self._parser, "names", ()), self.result_tag, "think")))
+        forged = re.compile(rf"<(/?)({tags})>", re.IGNORECASE)
+        parts = []
+        for text, result in zip(texts, results, strict=True):
+            text = forged.sub(r"[\1\2]", text) if result.error is None else text
+            parts.append(text if result.error else f"<{self.result_tag}>\n{text}\n</{self.result_tag}>")
+        return [Message(role="user", content="\n".join(parts))]
+
+    def _shown(self, result: ToolResult) -> str:
+        text = clean_text(result.observation or (str(result.error) if result.error else ""))
+        if result.error is not None and result.error.type is ToolErrorType.PARSE and self._parser.hint:
+            text = f"{text}. {self._parser.hint}"
+        cut = len(text) - self.max_tool_output
+        return text if cut <= 0 else f"{text[: self.max_tool_output]}\n[{cut} more characters cut]"
+
+    # -- rewards ---------------------------------------------------------------------------------
+
+    def _rewards(self) -> RewardSet:
+        """Rewards as functions; a plain function set on the class is not a method and gets no ``self``."""
+        reward = vars(self).get("reward", inspect.getattr_static(type(self), "reward"))
+        if isinstance(reward, staticmethod):
+            reward = reward.__func__
+        elif inspect.isfunction(reward) and next(iter(inspect.signature(reward).parameters), "") == "self":
+            reward = reward.__get__(self)
+        return RewardSet(reward)
+
+
+def _as_tool(entry: Any) -> Tool:
+    if isinstance(entry, Tool):
+        return entry
+    if inspect.isclass(entry) and issubclass(entry, Tool):
+        return entry()
+    if callable(entry):
+        return FunctionTool(entry)
+    raise TypeError(f"a tool is a function, a Tool or a subclass of Tool, got {entry!r}.")
+
+
+def _method_tools(cls: type) -> list[FunctionTool]:
+    found: dict[str, FunctionTool] = {}
+    for owner in reversed(cls.__mro__):
+        for name, value in vars(owner).items():
+            if isinstance(value, FunctionTool) and value.is_method:
+                found[name] = value
+            else:
+                found.pop(name, None)
+    return list(found.values())
+
+
+def _record(call: ToolCall, result: ToolResult) -> dict[str, Any]:
+    record: dict[str, Any] = {"name": call.name, "arguments": copy.deepcopy(call.arguments)}
+    if result.error is not None:
+        record["error"] = str(result.error.type)
+    if result.metadata:
+        record["metadata"] = copy.deepcopy(result.metadata)
+    return record
+
+
+def _text_of(messages: Any) -> str:
+    return "\n".join(str(message.get("content", "")) for message in messages)

@@ -1,0 +1,92 @@
+"""Finds user code by name: ``module:attribute`` or ``path/to/file.py:attribute``.
+
+The same string works in every process of a run, so code travels as a name and is never pickled.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from agentrl.errors import ConfigError
+
+_lock = threading.Lock()
+
+
+def is_spec(text: str) -> bool:
+    """Whether ``text`` has the form of a spec, found or not."""
+    return ":" in text.removeprefix("gym:")
+
+
+def portable(spec: str) -> str:
+    """``spec`` with a file's path made absolute, so that it means the same in every working directory."""
+    location, separator, name = spec.rpartition(":")
+    if separator and location.endswith(".py"):
+        return f"{Path(location).expanduser().resolve()}:{name}"
+    return spec
+
+
+def load_object(spec: str, what: str = "object") -> Any:
+    """The attribute that ``spec`` names.
+
+    Args:
+        spec: ``package.module:Name`` or ``path/to/file.py:Name``; the file's folder becomes importable.
+        what: What is looked for, for error messages.
+
+    Raises:
+        ConfigError: Not of that form, or no such file, module or attribute (with the nearest name).
+            Errors of the module's own code pass through.
+    """
+    location, separator, name = spec.rpartition(":")
+    if not separator or not location or not name:
+        raise ConfigError(f"{what} {spec!r}: expected module:Name or path/to/file.py:Name.")
+    module = _load_file(location, what) if location.endswith(".py") else _load_module(location, what)
+    value: Any = module
+    for part in name.split("."):
+        if not hasattr(value, part):
+            near = difflib.get_close_matches(part, [n for n in dir(value) if not n.startswith("_")], 1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{what} {spec!r}: {location} has no {part!r}.{hint}")
+        value = getattr(value, part)
+    return value
+
+
+def _load_module(name: str, what: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing and (name == missing or name.startswith(f"{missing}.")):
+            raise ConfigError(f"{what}: no module {missing!r} can be imported (from {name!r}).") from error
+        raise
+
+
+def _load_file(location: str, what: str) -> ModuleType:
+    path = Path(location).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"{what}: there is no file {location!r} (looked for {path}).")
+    # One module a file, whatever path led to it; the name is the same in every process.
+    name = f"agentrl_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    with _lock:
+        if name in sys.modules:
+            return sys.modules[name]
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))
+        module_spec = importlib.util.spec_from_file_location(name, path)
+        if module_spec is None or module_spec.loader is None:
+            raise ConfigError(f"{what}: {location!r} is not a Python file.")
+        module = importlib.util.module_from_spec(module_spec)
+        sys.modules[name] = module
+        try:
+            module_spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module

@@ -1,0 +1,154 @@
+"""Runs the calls of one turn: validated, side by side where that is safe, each within its time."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from agentrl.errors import EnvError, InfraError
+from agentrl.tools.base import FunctionTool, Tool, ToolError, ToolErrorType, ToolResult
+from agentrl.tools.parsers import clean_text
+from agentrl.tools.threads import run_blocking
+from agentrl.tools.validation import validate
+from agentrl.types import ToolCall
+
+logger = logging.getLogger(__name__)
+
+_PATH = re.compile(r"(?:/[\w.@+-]+){2,}/?")
+
+
+async def run_calls(
+    calls: Sequence[ToolCall], tools: Mapping[str, Tool], *, timeout: float, max_calls: int
+) -> list[ToolResult]:
+    """Runs the calls of one turn and returns their results in the order of the calls.
+
+    Calls that may change the same state (:attr:`Tool.owner`) run one after another, all others at the
+    same time. After a call that ends the episode, later calls on the same state are not run.
+
+    Args:
+        calls: As parsed; one with ``error`` set gives a ``parse`` error.
+        tools: By name.
+        timeout: Seconds a call may take, unless its tool says otherwise.
+        max_calls: Calls that are run; the rest give a ``limit`` error.
+
+    Raises:
+        InfraError: A tool reported that something outside the episode failed.
+        EnvError: A tool returned something that is not a result.
+    """
+    results: list[ToolResult] = [ToolResult()] * len(calls)
+    chains: dict[object, list[int]] = {}
+    for index, call in enumerate(calls):
+        tool = tools.get(call.name)
+        alone = tool is None or tool.runs_in_parallel
+        chains.setdefault(index if alone else ("owner", id(tool.owner)), []).append(index)
+
+    async def run_chain(chain: list[int]) -> None:
+        over = False
+        for index in chain:
+            if over:
+                error = ToolError("the episode is over", ToolErrorType.LIMIT)
+                results[index] = _failed(error)
+                continue
+            if index >= max_calls:
+                error = ToolError(f"at most {max_calls} calls in one turn", ToolErrorType.LIMIT)
+                results[index] = _failed(error)
+                continue
+            results[index] = await run_call(calls[index], tools, timeout=timeout)
+            over = results[index].terminated
+
+    if len(chains) == 1:
+        await run_chain(next(iter(chains.values())))
+        return results
+    tasks = [asyncio.ensure_future(run_chain(chain)) for chain in chains.values()]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    return results
+
+
+async def run_call(call: ToolCall, tools: Mapping[str, Tool], *, timeout: float) -> ToolResult:
+    """Runs one call. The model's mistakes and the tool's failures come back as results with ``error``.
+
+    Raises:
+        InfraError: The tool raised it, or an ``unavailable`` error.
+        EnvError: The tool returned something that is not a result.
+    """
+    try:
+        if call.error is not None:
+            raise ToolError(call.error, ToolErrorType.PARSE)
+        tool = tools.get(call.name)
+        if tool is None:
+            raise ToolError(
+                f"there is no tool {call.name[:64]!r}; there are: {', '.join(tools) or 'none'}.",
+                ToolErrorType.UNKNOWN_TOOL,
+            )
+        arguments = validate(call.arguments, tool.parameters, tool.name)
+        seconds = tool.timeout if tool.timeout is not None else timeout
+        result = _as_result(await _call_within(tool, arguments, seconds), tool.name)
+    except ToolError as error:
+        result = _failed(error)
+    except (InfraError, EnvError):
+        raise
+    except Exception as error:
+        logger.warning("tool %r raised on %r", call.name, call.arguments, exc_info=error)
+        result = _failed(ToolError(f"{call.name}: {_short(error)}", ToolErrorType.EXECUTION))
+    if result.error is not None and result.error.type is ToolErrorType.UNAVAILABLE:
+        raise InfraError(f"tool {call.name!r} is unavailable: {result.error.message}")
+    return result
+
+
+async def _call_within(tool: Tool, arguments: dict[str, Any], seconds: float) -> Any:
+    task = asyncio.ensure_future(_start(tool, arguments))
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    if not done:
+        # Not awaited: code that swallows cancellation must not hold up the episode.
+        task.cancel()
+        task.add_done_callback(_retrieve)
+        raise ToolError(f"{tool.name} took longer than {seconds:g} s", ToolErrorType.TIMEOUT)
+    return task.result()
+
+
+async def _start(tool: Tool, arguments: dict[str, Any]) -> Any:
+    function: Callable[..., Any] = tool.function if isinstance(tool, FunctionTool) else type(tool).__call__
+    if inspect.iscoroutinefunction(function):
+        return await tool(**arguments)
+    value = await run_blocking(tool, **arguments)
+    return await value if inspect.isawaitable(value) else value
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()
+
+
+def _as_result(value: Any, name: str) -> ToolResult:
+    if isinstance(value, ToolResult):
+        if not isinstance(value.observation, str):
+            raise EnvError(
+                f"tool {name!r} returned an observation of type {type(value.observation).__name__}; str is expected."
+            )
+        return value
+    if isinstance(value, (str, int, float)):
+        return ToolResult(str(value))
+    raise EnvError(f"tool {name!r} returned {type(value).__name__}; str or ToolResult is expected.")
+
+
+def _failed(error: ToolError) -> ToolResult:
+    return ToolResult(str(error), error)
+
+
+def _short(error: Exception) -> str:
+    """Type and first line of an exception, without the paths of this machine."""
+    lines = str(error).strip().splitlines()
+    text = _PATH.sub("…", lines[0])[:200] if lines else ""
+    return clean_text(f"{type(error).__name__}: {text}" if text else type(error).__name__)

@@ -1,0 +1,148 @@
+"""Where blocking code and coroutines meet: a bounded pool of daemon threads and one event loop.
+
+Environments, tools and rewards may be written either way. :func:`run_blocking` runs a blocking
+function without holding up the caller's event loop; :func:`run_coroutine` runs a coroutine for a
+caller that has no loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+MAX_THREADS = 256
+"""Blocking calls that run at once, per level of nesting; more of them wait."""
+
+
+class DaemonPool:
+    """A thread pool whose hung calls neither block the end of the process nor use up the pool.
+
+    ``concurrent.futures`` joins its threads at exit, so one tool that never returns would keep the
+    process alive. Here a call that was given up no longer counts, up to ``max_threads`` of them.
+    """
+
+    def __init__(self, max_threads: int) -> None:
+        self._max_threads = max_threads
+        self._work: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._changed = threading.Condition()
+        self._threads = 0
+        self._idle = 0
+        self._given_up: set[Future[Any]] = set()
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Runs ``call`` in a thread; the future carries its result or exception."""
+        future: Future[T] = Future()
+        with self._changed:
+            self._work.append((future, call))
+            self._wake_a_thread()
+        return future
+
+    def give_up(self, future: Future[Any]) -> None:
+        """Stops waiting for a call: not started, it never runs; running, its thread is replaced."""
+        if future.cancel():
+            return
+        with self._changed:
+            if not future.done():
+                self._given_up.add(future)
+                if self._work:
+                    self._wake_a_thread()
+
+    def _wake_a_thread(self) -> None:
+        if self._idle:
+            self._idle -= 1  # claimed here, so that the next caller does not count on it too
+            self._changed.notify()
+        elif self._threads - min(len(self._given_up), self._max_threads) < self._max_threads:
+            self._threads += 1
+            threading.Thread(target=self._serve, name="agentrl-blocking", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                while not self._work:
+                    self._idle += 1
+                    self._changed.wait()
+                future, call = self._work.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result, error = call(), None
+            except BaseException as raised:  # carried to the caller, SystemExit of a tool included
+                result, error = None, raised
+            with self._changed:
+                self._given_up.discard(future)
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+            del future, call, result, error  # an idle thread keeps nothing alive
+
+
+# Blocking code may itself step an environment whose tools block. One pool a level keeps callers and
+# the calls they wait for apart, so that a full pool cannot wait for itself.
+_LEVEL: contextvars.ContextVar[int] = contextvars.ContextVar("agentrl_blocking_level", default=0)
+_pools: dict[int, DaemonPool] = {}
+_loop: asyncio.AbstractEventLoop | None = None
+_setup_lock = threading.Lock()
+
+
+def _forget_threads() -> None:
+    """After a fork: the child has none of the parent's threads."""
+    global _loop, _setup_lock
+    _pools.clear()
+    _loop = None
+    _setup_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
+
+
+async def run_blocking(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Runs ``function(*args, **kwargs)`` in a thread and waits for it without blocking the loop.
+
+    Context variables are copied into the thread. When the waiting task is cancelled the thread is
+    left to finish on its own: Python cannot stop it.
+    """
+    level = _LEVEL.get()
+    with _setup_lock:
+        pool = _pools.setdefault(level, DaemonPool(MAX_THREADS))
+    context = contextvars.copy_context()
+    context.run(_LEVEL.set, level + 1)
+    future = pool.submit(lambda: context.run(function, *args, **kwargs))
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        pool.give_up(future)
+        raise
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine to its end on the process's background event loop and returns its result.
+
+    Works with or without a running loop in the calling thread. One loop serves all callers, so that
+    clients a coroutine keeps open between calls stay on the loop they were made on.
+    """
+    loop = _background_loop()
+    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()  # KeyboardInterrupt in the caller must not leave the coroutine running
+        raise
+
+
+def _background_loop() -> asyncio.AbstractEventLoop:
+    global _loop
+    with _setup_lock:
+        if _loop is None:
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="agentrl-loop", daemon=True).start()
+            _loop = loop
+        return _loop
