@@ -51,3 +51,9 @@ class WeightSyncError(AgentRLError):
 
 class LedgerError(AgentRLError):
     """A token invariant was violated. Always a defect of ours, never of the environment."""
+
+
+class StorageError(AgentRLError):
+    """The run folder cannot be written: disk full, no permission, or another process owns it."""
+
+    exit_code = 4
