@@ -16,7 +16,7 @@ from agentrl.errors import ConfigError, EnvError
 from agentrl.rewards import RewardSet
 from agentrl.tools.base import FunctionTool, Tool, ToolError, ToolErrorType, ToolResult
 from agentrl.tools.execution import run_calls
-from agentrl.tools.parsers import Parsed, Parser, clean_text, get_parser
+from agentrl.tools.parsers import NoneParser, Parsed, Parser, clean_text, get_parser
 from agentrl.tools.threads import run_blocking
 from agentrl.types import Message, ToolCall
 
@@ -228,11 +228,11 @@ class ToolEnv(Env):
                 raise ConfigError(
                     f"call format {name!r}: no tool is named {without[0]!r}; there are: {', '.join(self._tools)}."
                 )
-        elif self._tools and name == "none":
+        elif self._tools and isinstance(parser, NoneParser):
             raise ConfigError(
-                f"{type(self).__name__} has tools, but the model's chat template takes none (call format 'none'). "
-                "Use a model with a tool template, or declare call_format = 'tags:<tool>,answer' and explain the tags "
-                "in the prompt."
+                f"{type(self).__name__} has tools, but calls in the format {name!r} of the model's chat template cannot "
+                "be read. Use a model whose template writes <tool_call> JSON (Qwen, Hermes), or declare "
+                "call_format = 'tags:<tool>,answer' and explain the tags in the prompt."
             )
         return parser
 

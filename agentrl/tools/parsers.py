@@ -121,8 +121,10 @@ class Parser(ABC):
 class NoneParser(Parser):
     """No calls: the turn is content and reasoning."""
 
-    name = "none"
     structured = False
+
+    def __init__(self, name: str = "none") -> None:
+        self.name = name
 
     def parse(self, text: str) -> Parsed:
         return self._scan(text, {})
@@ -205,15 +207,16 @@ def get_parser(name: str) -> Parser:
     """The parser of a call format.
 
     Args:
-        name: ``hermes``, ``tags:<name>,<name>`` or ``none``.
+        name: ``hermes``, ``tags:<name>,<name>`` or ``none``. A family that :func:`detect_format` knows and
+            whose calls cannot be read yet gives a parser that finds none, which suffices without tools.
 
     Raises:
         ConfigError: Unknown format, or tag names that cannot be tags.
     """
     if name == "hermes":
         return HermesParser()
-    if name == "none":
-        return NoneParser()
+    if name == "none" or name in {family for family, _ in _FAMILIES}:
+        return NoneParser(name)
     if name.startswith("tags:"):
         names = tuple(part.strip() for part in name.removeprefix("tags:").split(","))
         reserved = [n for n in names if not _TAG_NAME.match(n) or n == "think"]
@@ -242,8 +245,7 @@ def detect_format(chat_template: str) -> str:
     """How a model with this chat template writes calls.
 
     Returns:
-        ``hermes``; ``none`` when the template takes no tools; or the name of a family, which
-        :func:`get_parser` may refuse.
+        ``hermes``; ``none`` when the template takes no tools; or the name of another family.
     """
     for name, marks in _FAMILIES:
         if all(mark in chat_template for mark in marks):
