@@ -1,0 +1,164 @@
+"""``SearchEnv``: answer questions with a search tool, one search or two before the answer is known."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.envs.search.index import open_index, world_index
+from agentrl.envs.search.questions import WorldQuestions, load_questions
+from agentrl.envs.search.retriever import HttpRetriever, LocalRetriever, Retriever
+from agentrl.envs.search.world import TWO_HOP_SHARE, Passage, get_world
+from agentrl.envs.tool_env import ToolEnv
+from agentrl.errors import ConfigError
+from agentrl.rewards import exact_match
+from agentrl.tools.base import Tool, ToolResult
+from agentrl.tools.threads import run_blocking
+
+SYSTEM_PROMPT = "Find facts with the search tool, then reply with Answer: and the short answer."
+"""Short, because every episode begins with it; the demo model was trained on it."""
+
+ANSWER_MARK = "Answer:"
+NO_RESULTS = "No results."
+
+_loading = threading.Lock()
+
+
+def format_passages(passages: Sequence[Passage]) -> str:
+    """Search results as the model reads them: one passage a line, the title only where the text does not
+    begin with it."""
+    lines = []
+    for passage in passages:
+        text = " ".join(passage.text.split())
+        named = not passage.title or text.startswith(passage.title)
+        lines.append(f"- {text}" if named else f"- {passage.title}: {text}")
+    return "\n".join(lines) or NO_RESULTS
+
+
+def final_answer(text: str) -> str:
+    """What counts as the answer in the model's last turn: what follows the last ``Answer:``, else all of it."""
+    return text.rpartition(ANSWER_MARK)[2].strip()
+
+
+class SearchTool(Tool):
+    """Search the encyclopedia."""
+
+    name = "search"
+    shared = True
+
+    def __init__(self, retriever: Retriever, topk: int = 1, show: Callable[..., str] = format_passages) -> None:
+        self.retriever = retriever
+        self.topk = topk
+        self.show = show
+        # The retriever keeps its own deadline and knows whose fault it is when that passes.
+        self.timeout = retriever.patience + 10.0
+
+    async def __call__(self, query: str) -> ToolResult:
+        """Args:
+        query: What to look for.
+        """
+        if self.retriever.quick:
+            (hits,) = self.retriever.search([query], self.topk)
+        else:
+            (hits,) = await run_blocking(self.retriever.search, [query], self.topk)
+        passages = [hit.passage for hit in hits]
+        return ToolResult(self.show(passages), metadata={"passages": [passage.id for passage in passages]})
+
+
+def search_tool_schema() -> dict[str, Any]:
+    """The search tool as a model is told about it."""
+    return SearchTool.schema(SearchTool.__new__(SearchTool))
+
+
+@functools.lru_cache(maxsize=8)
+def _shared_retriever(url: str | None, corpus: str | None, index_dir: str | None, world_seed: int) -> Retriever:
+    if url:
+        return HttpRetriever(url)
+    return LocalRetriever(open_index(corpus, index_dir) if corpus else world_index(world_seed))
+
+
+def shared_retriever(
+    url: str | None = None, corpus: str | None = None, index_dir: str | None = None, world_seed: int = 0
+) -> Retriever:
+    """The retriever of these settings, one a process: a server, else a corpus, else the synthetic world."""
+    if url and corpus:
+        raise ConfigError(f"retriever={url!r} and corpus={corpus!r} exclude each other: give one")
+    with _loading:
+        return _shared_retriever(url, corpus, index_dir, world_seed)
+
+
+class QuestionEnv(ToolEnv):
+    """What the search environments share: where questions and passages come from.
+
+    Args:
+        world_seed: which synthetic world, where no files are given.
+        two_hop: share of the world's questions that need two searches, 0 to 1.
+        topk: passages a search returns.
+        retriever: URL of a server with Search-R1's ``/retrieve`` API; its key is read from the environment
+            variable ``AGENTRL_RETRIEVER_KEY``.
+        corpus: a JSONL corpus to search in this process instead.
+        index_dir: where the index of ``corpus`` is kept; default ``<corpus>.bm25``.
+        train_data: questions to train on (JSONL or Parquet) instead of the world's.
+        test_data: held-out questions; needed when ``train_data`` is given.
+
+    Raises:
+        ConfigError: an argument is out of range, or two exclude each other.
+        DataError: a file cannot be used; file and line are named.
+    """
+
+    show_passages = staticmethod(format_passages)
+    """How results are written down."""
+
+    def __init__(
+        self,
+        *,
+        world_seed: int = 0,
+        two_hop: float = TWO_HOP_SHARE,
+        topk: int = 1,
+        retriever: str | None = None,
+        corpus: str | Path | None = None,
+        index_dir: str | Path | None = None,
+        train_data: str | Path | None = None,
+        test_data: str | Path | None = None,
+    ) -> None:
+        if isinstance(topk, bool) or not isinstance(topk, int) or topk < 1:
+            raise ConfigError(f"topk must be a whole number of at least 1, got {topk!r}")
+        if not 0 <= two_hop <= 1:
+            raise ConfigError(f"two_hop is a share from 0 to 1, got {two_hop!r}")
+        paths = {"train": train_data, "test": test_data}
+        if train_data or test_data:
+            self.tasks = {split: load_questions(str(path)) if path else () for split, path in paths.items()}
+        else:
+            world = get_world(world_seed)
+            self.tasks = {split: WorldQuestions(world, split, two_hop) for split in self.splits}
+        source = shared_retriever(
+            retriever, str(corpus) if corpus else None, str(index_dir) if index_dir else None, world_seed
+        )
+        self.tools = [SearchTool(source, topk, self.show_passages)]
+
+
+class SearchEnv(QuestionEnv):
+    """Questions about a synthetic world, or about a corpus of one's own, with a native tool call ``search``.
+
+    A turn without a call is the final answer; it is right when what follows ``Answer:`` (or the whole turn)
+    matches a gold answer exactly after SQuAD's normalization. Only what the model wrote is read.
+
+    Example:
+        >>> env = SearchEnv()
+        >>> question, info = env.reset(options={"split": "test", "index": 3})
+        >>> question
+        'In which city is the employer of Frank Norworth based?'
+        >>> call = '<tool_call>{"name": "search", "arguments": {"query": "employer of Frank Norworth"}}</tool_call>'
+        >>> env.step(call)[0]
+        '- Frank Norworth was born in ... and works for Terraline Bank. The teacher of Frank Norworth was ...'
+    """
+
+    max_turns = 6
+    system_prompt = SYSTEM_PROMPT
+
+    def reward(self, text: str, answer: str | list[str]) -> dict[str, float]:
+        """1.0 for an exact match of the final answer, else 0.0."""
+        return {"exact_match": exact_match(final_answer(text), answer)}
