@@ -29,7 +29,7 @@ class EnvironmentOptions:
     env: str = ""
     """The environment: a registered name (`search`), `module:Class` or `path/to/file.py:Class`."""
     env_args: dict[str, Any] = field(default_factory=dict)
-    """Keyword argument of the environment as `KEY=VALUE`; the value is read as JSON where it is JSON. Repeatable (`--env-arg`)."""
+    """Keyword argument of the environment as `KEY=VALUE`; the value is read as JSON where it is JSON. Repeatable."""
     prompt_data: PathText | None = None
     """Single-turn task file (JSONL or Parquet) used in place of an environment."""
     input_key: str = "prompt"
@@ -298,7 +298,8 @@ class _Resolved:
         """``(spec, kwargs)`` for :func:`agentrl.make`: the environment, or prompt data as one."""
         if self.prompt_data is None:
             return self.env, dict(self.env_args)
-        return self.prompt_env_spec(self.prompt_data)
+        spec, kwargs = self.prompt_env_spec(self.prompt_data)
+        return spec, {**kwargs, **self.env_args}
 
     def prompt_env_spec(self, path: str) -> tuple[str, dict[str, Any]]:
         """``(spec, kwargs)`` of the environment over a prompt file (--prompt-data, --eval-prompt-data)."""
@@ -310,7 +311,7 @@ class _Resolved:
             "apply_chat_template": self.apply_chat_template,
             "reward": self.custom_rm_path or self.rm_type,
         }
-        return "agentrl.envs.prompt:PromptEnv", {**kwargs, **self.env_args}
+        return "agentrl.envs.prompt:PromptEnv", kwargs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,61 @@
+"""``agentrl serve-retriever``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from agentrl.config.load import load_options
+from agentrl.config.schema import Count, Positive
+from agentrl.config.values import PathText, Range
+
+INTRO = """\
+Serve search over a corpus by Search-R1's HTTP API (POST /retrieve), until Ctrl-C.
+
+  agentrl serve-retriever --corpus passages.jsonl
+  agentrl train --env search --env-arg retriever=http://127.0.0.1:8000"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrieverOptions:
+    """Retriever"""
+
+    corpus: PathText | None = None
+    """Passages as JSONL, one a line (`id`, `contents` or `title` and `text`). Without it: the embedded synthetic world."""
+    index_dir: PathText | None = None
+    """Folder of the index, built on the first start; default beside the corpus."""
+    dense_model: str | None = None
+    """A sentence-transformers model, for dense vectors in place of BM25."""
+    topk: Positive = 3
+    """Passages per query when the request names no number."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Other than loopback it needs a key in the environment variable AGENTRL_RETRIEVER_KEY."""
+    port: Annotated[int, Range(low=0, high=65535)] = 8000
+    """Port; 0 takes a free one, which is printed."""
+    world_seed: Count = 0
+    """Which synthetic world, when there is no corpus."""
+
+
+def usage(argv: Sequence[str]) -> str:
+    """Help text."""
+    from agentrl.cli.help import command_help
+
+    return command_help("serve-retriever [OPTIONS]", INTRO, RetrieverOptions)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Serve until interrupted; returns the exit code."""
+    given = load_options(RetrieverOptions, argv)
+    from agentrl.envs.search.server import serve
+
+    serve(
+        given.corpus,
+        given.index_dir,
+        given.host,
+        given.port,
+        topk=given.topk,
+        world_seed=given.world_seed,
+        dense_model=given.dense_model,
+    )
+    return 0
