@@ -42,7 +42,7 @@ class LossOptions:
     def __post_init__(self) -> None:
         if self.kl_loss_type not in KL_TYPES:
             raise ConfigError(f"--kl-loss-type {self.kl_loss_type!r} is not one of {', '.join(KL_TYPES)}")
-        if not 0 < self.eps_clip < 1 or self.clip_high <= 0:
+        if not 0 < self.eps_clip <= 1 or self.clip_high <= 0:
             raise ConfigError(
                 f"--eps-clip {self.eps_clip} and --eps-clip-high {self.eps_clip_high}: the first must lie "
                 "between 0 and 1, the second above 0 (default: the first)"
@@ -158,24 +158,24 @@ def token_loss(
 def metrics_from_sums(sums: dict[str, float], largest: float) -> dict[str, float]:
     """Means over the tokens of a step from the sums of :func:`token_loss`.
 
-    ``train_rollout/*`` compare the trainer's log-probabilities (before the update) with those the
-    engine gave: mean and largest |difference|, the k3 estimate of KL(engine || trainer), and the
-    effective sample size of the importance weights as a share of the tokens (1 = on policy).
+    ``logprob_abs_diff_*``, ``rollout_kl`` and ``ess`` compare the trainer's log-probabilities (before the
+    update) with those the engine gave: mean and largest |difference|, the k3 estimate of
+    KL(engine || trainer), and the effective sample size of the importance weights as a share of
+    the tokens (1 = on policy).
     """
     n = max(sums["tokens"], 1.0)
     mean = {name: sums[name] / n for name in SUMS}
+    squares = sums["weight_squared"]
     return {
-        "loss": mean["loss"],
-        "pg_loss": mean["pg_loss"],
-        "kl_loss": mean["kl_loss"],
-        "entropy": mean["entropy"],
-        "clip_fraction": mean["clip_fraction"],
-        "ppo_kl": mean["ppo_kl"],
-        "train_rollout/logprob_abs_diff_mean": mean["mismatch"],
-        "train_rollout/logprob_abs_diff_max": largest,
-        "train_rollout/kl": mean["mismatch_kl"],
-        "train_rollout/ess": sums["weight"] ** 2 / (n * sums["weight_squared"])
-        if sums["weight_squared"] > 0
-        else 1.0,
-        "tokens/sampled": sums["tokens"],
+        "train/loss": mean["loss"],
+        "train/pg_loss": mean["pg_loss"],
+        "train/kl_loss": mean["kl_loss"],
+        "train/entropy": mean["entropy"],
+        "train/clip_fraction": mean["clip_fraction"],
+        "train/ppo_kl": mean["ppo_kl"],
+        "train/logprob_abs_diff_mean": mean["mismatch"],
+        "train/logprob_abs_diff_max": largest,
+        "train/rollout_kl": mean["mismatch_kl"],
+        "train/ess": sums["weight"] ** 2 / (n * squares) if squares > 0 else 1.0,
+        "train/sampled_tokens": sums["tokens"],
     }

@@ -20,9 +20,13 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     set_defaults_if_not_set_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoConfig, PretrainedConfig
@@ -44,7 +48,7 @@ def resolve_dtype(options: TrainerOptions) -> torch.dtype:
     """The dtype of the weights: what was asked, or float32 on the CPU and bfloat16 on GPUs."""
     if options.dtype == "auto":
         return torch.float32 if cpu.on_cpu() else torch.bfloat16
-    return getattr(torch, options.dtype)
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
 
 
 def read_config(hf_checkpoint: str | Path) -> PretrainedConfig:
@@ -176,6 +180,9 @@ class PolicyModel(GPTModel):
         return copy_to_tensor_model_parallel_region(picked)
 
 
+_SPLIT_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+
+
 def build_model(bridge: Bridge, layout: Layout) -> PolicyModel:
     """This rank's part of the model, weights not yet set."""
     hf_config, config = bridge.hf_config, bridge.config
@@ -192,9 +199,23 @@ def build_model(bridge: Bridge, layout: Layout) -> PolicyModel:
         rotary_base=base,
     )
     model.rotary_pos_emb.inv_freq = frequencies.to(model.rotary_pos_emb.inv_freq.device)
+    _mark_split_weights(model)
+    return model
+
+
+def _mark_split_weights(model: PolicyModel) -> None:
+    """Say of each parameter along which dimension tensor parallelism splits it, if it does.
+
+    Megatron's own layers say so only when they initialize weights, which we leave out; without it
+    the gradient norm would count one rank's part, and the export would not gather.
+    """
+    for module in model.modules():
+        dim = next((d for kind, d in _SPLIT_DIM.items() if isinstance(module, kind)), None)
+        weight = getattr(module, "weight", None)
+        if dim is not None and weight is not None and not hasattr(weight, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(weight, True, dim, 1)
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    return model
 
 
 def _rotary(hf_config: PretrainedConfig) -> tuple[float, torch.Tensor]:
@@ -207,12 +228,12 @@ def _rotary(hf_config: PretrainedConfig) -> tuple[float, torch.Tensor]:
         dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
         dim = int(dim * parameters.get("partial_rotary_factor", 1.0))
         return base, 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
-    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
-    if attention_factor != 1.0:
+    if kind not in ("linear", "llama3"):
         raise ConfigError(
-            f"rope_type {kind!r} scales attention by {attention_factor}, which the trainer does not do; "
-            "use a checkpoint with rope_type default, linear or llama3"
+            f"rope_type {kind!r} is not supported by the trainer; use a checkpoint with rope_type default, "
+            "linear or llama3"
         )
+    frequencies, _ = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
     return base, frequencies.float()
 
 

@@ -25,7 +25,7 @@ class TrainerOptions:
     recompute_activations: bool = False
 
     dtype: str = "auto"
-    """``float32``, ``bfloat16``, or ``auto``: float32 on the CPU, bfloat16 on a GPU."""
+    """``fp32``, ``bf16``, or ``auto``: float32 on the CPU, bfloat16 with float32 gradients on a GPU."""
     seed: int = 1234
     threads: int = 1
     """Threads of torch in this process, on the CPU."""
@@ -69,8 +69,8 @@ class TrainerOptions:
     DistributedDataParallelConfig)."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise ConfigError(f"--dtype {self.dtype!r}: use auto, float32 or bfloat16")
+        if self.dtype not in ("auto", "fp32", "bf16"):
+            raise ConfigError(f"--dtype {self.dtype!r}: use auto, fp32 or bf16")
         if self.temperature <= 0:
             raise ConfigError(
                 f"temperature {self.temperature} is not above 0; greedy samples have no log-probability "
@@ -87,7 +87,9 @@ class TrainerOptions:
     def from_config(cls, config: Any, **changes: Any) -> TrainerOptions:
         """Options from an object with attributes of the same names (the run's ``Config``).
 
-        ``rollout_temperature`` becomes ``temperature``. ``changes`` win over ``config``.
+        ``rollout_temperature`` becomes ``temperature``, ``total_steps`` (optimizer steps of the run)
+        ``lr_decay_steps``; with ``use_dynamic_batch_size`` the micro-batch size does not count.
+        ``changes`` win over ``config``.
         """
         values = {
             f.name: getattr(config, f.name)
@@ -96,6 +98,8 @@ class TrainerOptions:
         }
         if getattr(config, "rollout_temperature", None) is not None:
             values["temperature"] = config.rollout_temperature
+        if getattr(config, "total_steps", None) is not None:
+            values["lr_decay_steps"] = config.total_steps
         if getattr(config, "use_dynamic_batch_size", False):
             values["micro_batch_size"] = None
         return cls(**{**values, **changes})

@@ -6,7 +6,6 @@ Every public method is collective: all ranks of the world call it with the same 
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -144,18 +143,18 @@ class MegatronTrainer:
         reports = [self._train_step(batch, step, current_is_old) for step in steps]
         seconds = time.perf_counter() - prepared
         metrics = {name: float(np.mean([r[name] for r in reports])) for name in reports[0]}
-        metrics |= {
-            "lr": reports[-1]["lr"],
-            "steps": float(len(steps)),
-            "steps_skipped": sum(r["steps_skipped"] for r in reports),
-            "tokens/sampled": sum(r["tokens/sampled"] for r in reports),
-            "tokens/total": float(batch.num_tokens),
-            "samples": float(len(batch)),
+        totals = ("train/sampled_tokens", "train/steps_skipped", "train/micro_batches")
+        metrics |= {name: sum(r[name] for r in reports) for name in totals}
+        return metrics | {
+            "train/lr": reports[-1]["train/lr"],
+            "train/steps": float(len(steps)),
+            "train/tokens": float(batch.num_tokens),
+            "train/samples": float(len(batch)),
+            "train/trajectories": float(batch.num_trajectories),
             "time/log_probs": prepared - started,
-            "time/train": seconds,
-            "perf/train_tokens_per_second": batch.num_tokens / seconds,
+            "time/train_steps": seconds,
+            "train/tokens_per_s": batch.num_tokens / seconds,
         }
-        return metrics
 
     def _train_step(self, batch: TrainBatch, step: packing.Step, current_is_old: bool) -> dict[str, float]:
         tokens = batch.sampled_in(step.samples)
@@ -172,10 +171,10 @@ class MegatronTrainer:
         self.steps_done += 1
         self.steps_skipped += not updated
         return self._reduce(results) | {
-            "grad_norm": norm,
-            "lr": rate,
-            "steps_skipped": float(not updated),
-            "micro_batches": float(step.num_micro_batches),
+            "train/grad_norm": norm,
+            "train/lr": rate,
+            "train/steps_skipped": float(not updated),
+            "train/micro_batches": float(step.num_micro_batches),
         }
 
     def _loss(self, scale: float, packed: _Packed, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -309,7 +308,3 @@ class MegatronTrainer:
         """Leave the process groups."""
         parallel.shutdown()
 
-
-def finite(metrics: dict[str, float]) -> bool:
-    """Whether all metrics are finite numbers."""
-    return all(math.isfinite(v) for v in metrics.values())

@@ -1,0 +1,138 @@
+"""One training batch under every parallel layout: loss and gradient norm against a single process.
+
+Each layout runs the same micro-batch budget, weights and batch in float32 over gloo and takes two
+optimizer steps. Prints a line per layout and, last, one JSON object. Exits 1 when a relative
+difference is not below 1e-4.
+
+    python benchmarks/parallel_layouts.py [--ranks 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+LIMIT = 1e-4
+LAYOUTS = {
+    "1x1x1": {},
+    "dp2": {},
+    "dp2 distributed optimizer": {"use_distributed_optimizer": True},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2 sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "tp2 pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    "pp2 dp2": {"pipeline_model_parallel_size": 2},
+    "tp2 dp2 sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+}
+RANKS = {"1x1x1": 1, "tp2 pp2": 4, "pp2 dp2": 4, "tp2 dp2 sequence parallel": 4}
+
+
+def write_checkpoint(path: Path) -> None:
+    """A random Qwen3 of the demo's shape: 4 layers, 128 wide, tied embeddings."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=2048, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=True,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+
+
+def make_batch(seed: int = 0):
+    """32 samples of 40 to 160 tokens, half of them sampled."""
+    from agentrl.trainer.batch import TrainBatch, TrainSample
+
+    rng = np.random.default_rng(seed)
+    samples = []
+    for i in range(32):
+        n = int(rng.integers(40, 160))
+        mask = (rng.random(n) < 0.5).astype(np.uint8)
+        mask[:8] = 0
+        samples.append(
+            TrainSample(
+                tokens=rng.integers(0, 2048, n).astype(np.int32),
+                loss_mask=mask,
+                logprobs=(mask * rng.normal(-7.6, 0.1, n)).astype(np.float32),
+                advantages=(mask * rng.normal()).astype(np.float32),
+                versions=np.where(mask, 0, -1).astype(np.int32),
+                trajectory_id=f"t{i}",
+                group_id=f"g{i // 8}",
+            )
+        )
+    return TrainBatch.from_samples(samples)
+
+
+def run(rank: int, ranks: int, names: list[str], ports: list[int], checkpoint: str, out: str) -> None:
+    """What one process does: every layout of this number of ranks, one after the other."""
+    from agentrl.trainer.megatron.trainer import MegatronTrainer, TrainerOptions
+
+    batch, results = make_batch(), {}
+    for name, port in zip(names, ports, strict=True):
+        options = TrainerOptions(
+            lr=1e-3, use_kl_loss=True, kl_loss_coef=0.1, entropy_coef=0.01, temperature=0.8,
+            max_tokens_per_gpu=600, timeout_s=120, **LAYOUTS[name],
+        )  # fmt: skip
+        trainer = MegatronTrainer(rank, ranks, "127.0.0.1", port, checkpoint, options)
+        steps = [trainer.train(batch, num_steps=1) for _ in range(2)]
+        results[name] = {
+            key: [s[f"train/{key}"] for s in steps] for key in ("loss", "grad_norm", "kl_loss", "entropy")
+        }
+        trainer.close()
+    if rank == 0:
+        Path(out).write_text(json.dumps(results))
+
+
+def spawn(ranks: int, names: list[str], checkpoint: str, folder: Path) -> dict:
+    import torch.multiprocessing as mp
+
+    out = folder / f"{ranks}.json"
+    os.environ["OMP_NUM_THREADS"] = "1"
+    ports = []
+    for _ in names:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            ports.append(s.getsockname()[1])
+    mp.spawn(run, args=(ranks, names, ports, checkpoint, str(out)), nprocs=ranks)
+    return json.loads(out.read_text())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2, help="largest number of processes (2 or 4)")
+    most = parser.parse_args().ranks
+    results: dict[str, dict] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder) / "model")
+        for ranks in (1, 2, 4):
+            names = [n for n in LAYOUTS if RANKS.get(n, 2) == ranks]
+            if ranks <= most:
+                results |= spawn(ranks, names, str(Path(folder) / "model"), Path(folder))
+    alone = results["1x1x1"]
+    worst = {}
+    for name, result in results.items():
+        differences = {
+            key: max(abs(a - b) / max(abs(b), 1e-6) for a, b in zip(values, alone[key], strict=True))
+            for key, values in result.items()
+        }
+        worst[name] = differences
+        print(
+            f"{name:28s} loss {result['loss'][0]:+.7f} {result['loss'][1]:+.7f}  grad norm "
+            f"{result['grad_norm'][0]:.6f} {result['grad_norm'][1]:.6f}  largest relative difference "
+            f"loss {differences['loss']:.1e} grad norm {differences['grad_norm']:.1e}"
+        )
+    largest = max(max(d["loss"], d["grad_norm"]) for d in worst.values())
+    print(json.dumps({"benchmark": "parallel_layouts", "largest": largest, "limit": LIMIT, "relative_difference": worst}))
+    return int(largest >= LIMIT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
