@@ -1,0 +1,226 @@
+"""One episode's conversation with the policy: prompt, generate, observe, and the budgets on each.
+
+The episode loop and custom generate functions both drive this object, so both write through the
+same ledger and end for the same reasons.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from agentrl.errors import ConfigError, EngineError
+from agentrl.rollout.chat import ChatTemplate
+from agentrl.rollout.client import PolicyClient
+from agentrl.rollout.ledger import TokenLedger
+from agentrl.rollout.sampling import for_turn
+from agentrl.tools.parsers import Parsed, Parser
+from agentrl.types import Message, SamplingParams, Segment, StopReason
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """Budgets of one episode. Tokens are the model's own; seconds are wall time."""
+
+    max_turns: int | None = None  # None: the environment's own
+    max_response_len: int = 256  # sampled tokens in one turn (--rollout-max-response-len)
+    max_context_len: int = 4096  # prompt, observations and answers together (--rollout-max-context-len)
+    max_tool_output_tokens: int | None = None  # environment tokens after the first prompt, over the episode
+    timeout_s: float = 600.0  # the episode (--episode-timeout)
+    step_timeout_s: float = 300.0  # one reset or step of the environment
+    request_timeout_s: float = 600.0  # one turn of the engine, retries included (--engine-timeout)
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "max_response_len", "max_context_len", "max_tool_output_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        for name in ("timeout_s", "step_timeout_s", "request_timeout_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be a finite number of seconds above 0")
+
+
+class EpisodeEnd(Exception):
+    """The episode cannot go on. Raised by :class:`Conversation`, caught by whoever runs it."""
+
+    def __init__(self, reason: StopReason, error: str | None = None, *, retryable: bool = True) -> None:
+        super().__init__(error or str(reason))
+        self.reason = reason
+        self.error = error
+        self.retryable = retryable
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one call of the policy gave."""
+
+    text: str  # without the end-of-turn token
+    parsed: Parsed
+    message: Message
+    finish_reason: str
+    tokens: np.ndarray  # int32 [n]
+
+
+class Conversation:
+    """The policy's side of one episode.
+
+    Args:
+        parser: takes the model's text apart.
+        name: what errors call the task.
+        routing_key: keeps the turns of this episode on one engine.
+    """
+
+    def __init__(
+        self,
+        *,
+        client: PolicyClient,
+        chat: ChatTemplate,
+        parser: Parser,
+        params: SamplingParams,
+        limits: EpisodeLimits,
+        routing_key: str,
+        name: str,
+    ) -> None:
+        self.messages: list[Message] = []
+        self.turns: list[dict[str, Any]] = []  # per turn: token counts, seconds, finish reason
+        self.engine_seconds = 0.0
+        self.encode_seconds = 0.0
+        self._client, self._chat, self._parser = client, chat, parser
+        self._params, self._limits = params, limits
+        self._routing_key, self._name = routing_key, name
+        self._ledger = TokenLedger()
+        self._tools: list[dict[str, Any]] | None = None
+        self._stop: tuple[str, ...] = ()
+        self._observed = 0
+        self._last: Turn | None = None
+        self._earlier: tuple[str, ...] | None = None
+
+    @property
+    def num_turns(self) -> int:
+        """Turns sampled so far."""
+        return len(self.turns)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the current segment: what the engine has seen."""
+        return len(self._ledger)
+
+    def segments(self) -> list[Segment]:
+        """The record so far, see :meth:`TokenLedger.segments`."""
+        return self._ledger.segments()
+
+    def prompt(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, stop: Sequence[str] = ()
+    ) -> None:
+        """Open the conversation.
+
+        Raises:
+            EpisodeEnd: ENV_ERROR when the prompt leaves no room for an answer.
+            EnvError: the template refuses the messages.
+        """
+        started = time.monotonic()
+        self.messages, self._tools, self._stop = list(messages), tools, tuple(stop)
+        ids = self._chat.prompt(self.messages, tools)
+        self.encode_seconds += time.monotonic() - started
+        if len(ids) >= self._limits.max_context_len:
+            raise EpisodeEnd(
+                StopReason.ENV_ERROR,
+                f"task {self._name}: the first prompt has {len(ids)} tokens, --rollout-max-context-len is "
+                f"{self._limits.max_context_len}; shorten the prompt or raise the limit",
+                retryable=False,
+            )
+        self._ledger.start(ids)
+
+    async def generate(self) -> Turn:
+        """Sample one turn.
+
+        Raises:
+            EpisodeEnd: ENGINE_ERROR, or the context is full.
+        """
+        room = self._limits.max_context_len - len(self._ledger)
+        if room < 1:
+            raise EpisodeEnd(StopReason.MAX_CONTEXT)
+        budget = min(self._limits.max_response_len, self._params.max_new_tokens, room)
+        params = for_turn(self._params, max_new_tokens=budget, stop=self._stop, stop_token_ids=self._chat.eos_token_ids)
+        prompt = self._ledger.ids
+        started = time.monotonic()
+        try:
+            generation = await self._client.generate(
+                prompt,
+                params,
+                rid=uuid.uuid4().hex,
+                routing_key=self._routing_key,
+                timeout=self._limits.request_timeout_s,
+            )
+        except EngineError as error:
+            raise EpisodeEnd(StopReason.ENGINE_ERROR, str(error)) from error
+        seconds = time.monotonic() - started
+        self.engine_seconds += seconds
+        self._ledger.append_sampled(generation)
+        text = self._chat.text(generation.tokens)
+        parsed = self._parser.parse(text)
+        message = self._chat.history_message(text, parsed, self._parser.name)
+        self.messages.append(message)
+        self._last = Turn(text, parsed, message, generation.finish_reason, generation.tokens)
+        self.turns.append(
+            {
+                "prompt_tokens": len(prompt),
+                "sampled_tokens": len(generation.tokens),
+                "cached_tokens": generation.cached_tokens,
+                "finish_reason": generation.finish_reason,
+                "engine_seconds": seconds,
+            }
+        )
+        return self._last
+
+    def cut_short(self, turn: Turn) -> StopReason | None:
+        """The budget that ended ``turn`` before the model did; None when it ended by itself."""
+        if turn.finish_reason != "length":
+            return None
+        full = len(self._ledger) >= self._limits.max_context_len
+        return StopReason.MAX_CONTEXT if full else StopReason.MAX_TOKENS
+
+    def observe(self, messages: Sequence[Message]) -> None:
+        """Append an observation (mask 0) and open the next turn.
+
+        Raises:
+            EpisodeEnd: it does not fit into the context or the tool-output budget. What was sampled stays.
+            EnvError: the template refuses the messages.
+        """
+        started = time.monotonic()
+        last = self._last
+        if last is None:
+            raise ConfigError("observe() before generate(): give the first messages to prompt()")
+        history = [*self.messages, *messages]
+        ids = self._chat.extension(last.message, last.tokens, messages, self._tools, earlier=self._earlier)
+        segment = ids is None
+        if ids is None:
+            ids = self._chat.prompt(history, self._tools)
+        self.encode_seconds += time.monotonic() - started
+        self.messages = history
+        self._check_room(ids, messages, segment)
+        if segment:
+            self._ledger.new_segment(ids)
+            self._earlier = None
+        else:
+            self._ledger.append_env(ids)
+            if last.parsed.reasoning:
+                self._earlier = tuple(m["role"] for m in messages)
+        self._last = None
+
+    def _check_room(self, ids: np.ndarray, messages: Sequence[Message], segment: bool) -> None:
+        limit = self._limits.max_tool_output_tokens
+        if limit is not None:
+            encode = self._chat.encoder.encode_content
+            # A re-rendered history holds old observations too: count the new ones alone.
+            self._observed += sum(len(encode(m.get("content") or "")) for m in messages) if segment else len(ids)
+            if self._observed > limit:
+                raise EpisodeEnd(StopReason.MAX_TOOL_OUTPUT)
+        length = len(ids) if segment else len(self._ledger) + len(ids)
+        if length >= self._limits.max_context_len:
+            raise EpisodeEnd(StopReason.MAX_CONTEXT)

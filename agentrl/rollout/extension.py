@@ -1,0 +1,245 @@
+"""What a chat template puts between a sampled turn and the next one, learned from dummy conversations.
+
+For each *shape* of a turn (has it reasoning, how many calls, which roles follow, …) a conversation of
+marks is rendered once. From it follows whether the template keeps everything that was sampled, where
+the suffix begins, and whether observations stand in it verbatim, so that later ones of the
+same shape are filled in without running the template again.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.errors import EnvError
+
+Render = Callable[..., str]
+_MAX_PLANS = 1024  # shapes are few; a bound all the same, since roles come from environments
+_FIELDS = ("content", "name", "tool_call_id")
+_PLAIN_WORD = re.compile(r"[\w.\-]+\Z")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """All that a template can look at in a turn, save the words."""
+
+    reasoning: bool
+    content: bool
+    calls: int
+    roles: tuple[str, ...]
+    fields: tuple[tuple[bool, ...], ...]
+    tools: bool
+    earlier: tuple[str, ...] | None
+
+    @classmethod
+    def of(
+        cls,
+        assistant: dict[str, Any],
+        new_messages: Sequence[dict[str, Any]],
+        tools: bool,
+        earlier: tuple[str, ...] | None,
+    ) -> Shape:
+        return cls(
+            reasoning=bool((assistant.get("reasoning_content") or "").strip()),
+            content=bool((assistant.get("content") or "").strip()),
+            calls=len(assistant.get("tool_calls") or ()),
+            roles=tuple(m["role"] for m in new_messages),
+            fields=tuple(tuple(f in m for f in _FIELDS) for m in new_messages),
+            tools=tools,
+            earlier=earlier,
+        )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How to get the suffix: ``parts`` filled in; the template run (``parts`` None); or not at all."""
+
+    extends: bool
+    parts: tuple[str | tuple[int, str], ...] | None = None
+    trims: bool = False
+
+
+class ExtensionPlanner:
+    """Finds suffixes for one template.
+
+    Args:
+        render: ``(messages, tools, *, generation=True) -> str``; raises EnvError.
+        eos_texts: texts of the tokens that end a turn.
+    """
+
+    def __init__(self, render: Render, eos_texts: tuple[str, ...]) -> None:
+        self._render = render
+        self._eos_texts = eos_texts
+        self._plans: dict[Shape, _Plan] = {}
+        self._marks = _Marks(secrets.token_hex(2))
+
+    def suffix(self, shape: Shape, new_messages: Sequence[dict[str, Any]]) -> str | None:
+        """Rendered text from the end-of-turn token on (or from the end of the sampled text, where the
+        template has none), up to the opening of the next assistant turn. None: the template cannot extend.
+        """
+        plan = self._plans.get(shape)
+        if plan is None:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            plan = self._plans[shape] = self._make_plan(shape)
+        if not plan.extends:
+            return None
+        if plan.parts is not None and _fits(plan, new_messages):
+            return "".join(p if isinstance(p, str) else new_messages[p[0]][p[1]] for p in plan.parts)
+        found = self._try_suffix(shape, list(new_messages))
+        return found[1] if found else None
+
+    def _make_plan(self, shape: Shape) -> _Plan:
+        marks = self._marks
+        messages = [marks.observation(i, role, shape.fields[i]) for i, role in enumerate(shape.roles)]
+        found = self._try_suffix(shape, messages)
+        if found is None:
+            return _Plan(extends=False)
+        rendered, suffix = found
+        if marks.tools_text in suffix:
+            return _Plan(extends=False)  # the template moves the tools: what was sent is not a prefix
+        for i, message in enumerate(messages):
+            if marks.inner(i) not in suffix:
+                raise EnvError(
+                    f"the chat template drops messages of role {message['role']!r} after an assistant turn; "
+                    f"give the observation the role 'user', or pass a chat_template that renders it"
+                )
+        return self._literal_plan(suffix, messages) or _Plan(extends=True)
+
+    def _literal_plan(self, suffix: str, messages: list[dict[str, Any]]) -> _Plan | None:
+        """The suffix as literal parts and holes; None when an observation does not stand in it verbatim."""
+        trims = False
+        holes: dict[str, tuple[int, str]] = {}
+        for i, message in enumerate(messages):
+            content = message["content"]
+            if content not in suffix:
+                trims, content = True, content.strip()
+            if suffix.count(content) != 1 or suffix.count(self._marks.inner(i)) != 1:
+                return None
+            holes[content] = (i, "content")
+            holes |= {message[f]: (i, f) for f in _FIELDS[1:] if f in message}
+        pattern = re.compile("(" + "|".join(map(re.escape, sorted(holes, key=len, reverse=True))) + ")")
+        parts = tuple(holes.get(piece, piece) for piece in pattern.split(suffix) if piece)
+        return _Plan(extends=True, parts=parts, trims=trims)
+
+    def _try_suffix(self, shape: Shape, new_messages: list[dict[str, Any]]) -> tuple[str, str] | None:
+        """(whole rendering, suffix), or None when the template refuses or does not keep what was there."""
+        ids = [m["tool_call_id"] for m in new_messages if "tool_call_id" in m]
+        for calls in dict.fromkeys((shape.calls, 0)):  # some templates refuse several calls in a turn
+            try:
+                return self._locate(shape, calls, ids, new_messages)
+            except EnvError:
+                continue
+        return None
+
+    def _locate(
+        self, shape: Shape, calls: int, call_ids: list[str], new_messages: list[dict[str, Any]]
+    ) -> tuple[str, str] | None:
+        marks = self._marks
+        tools = marks.tools() if shape.tools else None
+        history = marks.history(shape.earlier, bool(calls))
+        before = self._render(history, tools, generation=False)
+        assistant = marks.assistant(shape, calls, call_ids)
+        rendered = self._render([*history, assistant, *new_messages], tools)
+
+        last = history[-1]["content"]
+        kept = before.find(last) + len(last)
+        if before.find(last) < 0 or rendered[:kept] != before[:kept]:
+            return None
+        if shape.earlier is not None and marks.early_reasoning not in rendered[:kept]:
+            return None
+        end = kept
+        for mark in marks.sampled(shape, calls):
+            at = rendered.find(mark, end)
+            if at < 0:
+                return None
+            end = at + len(mark)
+        first_new = rendered.find(new_messages[0]["content"].strip() or "\0", end)
+        limit = first_new if first_new >= 0 else len(rendered)
+        ends = [at for text in self._eos_texts if (at := rendered.find(text, end, limit)) >= 0]
+        if ends:
+            return rendered, rendered[min(ends) :]
+        return None if calls else (rendered, rendered[end:])
+
+
+class _Marks:
+    """The words of the dummy conversation: findable, and for observations hard to pass through unchanged."""
+
+    def __init__(self, nonce: str) -> None:
+        self._nonce = nonce
+        self.user = f"{nonce}ask"
+        self.early_reasoning = f"{nonce}early"
+        self.reasoning = f"{nonce}why"
+        self.content = f"{nonce}say"
+        self.tools_text = f"{nonce}tools"
+
+    def inner(self, i: int) -> str:
+        return f"{self._nonce}obs{i:02d}"
+
+    def observation(self, i: int, role: str, fields: tuple[bool, ...]) -> dict[str, Any]:
+        # Quotes, a backslash and white space at both ends show escaping and trimming.
+        content = f"\n {self.inner(i)} \"\\\n\t<é>&{{}}' end{i:02d} \n"
+        # Nine letters and digits: the form that the strictest templates (Mistral) demand of a call id.
+        values = (content, f"{self._nonce}fn{i:02d}", f"{self._nonce}id{i:03d}")
+        present = zip(_FIELDS, values, (True, *fields[1:]), strict=True)
+        return {"role": role, **{name: value for name, value, there in present if there}}
+
+    def tools(self) -> list[dict[str, Any]]:
+        argument = {"type": "string", "description": "An argument."}
+        parameters = {"type": "object", "properties": {"argument": argument}, "required": ["argument"]}
+        function = {"name": "probe", "description": self.tools_text, "parameters": parameters}
+        return [{"type": "function", "function": function}]
+
+    def call(self, i: int, call_id: str | None = None) -> dict[str, Any]:
+        function = {"name": "probe", "arguments": {"argument": f"{self._nonce}arg{i:02d}"}}
+        return {"id": call_id or f"{self._nonce}id{i:03d}", "type": "function", "function": function}
+
+    def history(self, earlier: tuple[str, ...] | None, calls: bool) -> list[dict[str, Any]]:
+        user: dict[str, Any] = {"role": "user", "content": self.user}
+        if earlier is None:
+            return [user]
+        turn: dict[str, Any] = {
+            "role": "assistant",
+            "content": f"{self._nonce}first",
+            "reasoning_content": self.early_reasoning,
+        }
+        if calls and earlier[0] == "tool":
+            turn["tool_calls"] = [self.call(90 + i) for i, role in enumerate(earlier) if role == "tool"]
+        answers = [
+            {"role": role, "content": f"{self._nonce}seen{i:02d}", "tool_call_id": f"{self._nonce}id{90 + i:03d}"}
+            for i, role in enumerate(earlier)
+        ]
+        return [user, turn, *answers]
+
+    def assistant(self, shape: Shape, calls: int, call_ids: list[str]) -> dict[str, Any]:
+        has_content = shape.content or not calls
+        message: dict[str, Any] = {"role": "assistant", "content": self.content if has_content else ""}
+        if shape.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if calls:
+            ids = [*call_ids, *[None] * calls]
+            message["tool_calls"] = [self.call(i, ids[i]) for i in range(calls)]
+        return message
+
+    def sampled(self, shape: Shape, calls: int) -> list[str]:
+        """The marks that stand for sampled text, in the order a template writes them."""
+        marks = [self.reasoning] if shape.reasoning else []
+        if shape.content or not calls:
+            marks.append(self.content)
+        return marks + [f"{self._nonce}arg{i:02d}" for i in range(calls)]
+
+
+def _fits(plan: _Plan, messages: Sequence[dict[str, Any]]) -> bool:
+    """Whether the words of ``messages`` would pass through the template unchanged."""
+    for message in messages:
+        content = message["content"]
+        # Templates test for empty content; they trim, if at all, white space at the ends.
+        if not content or (plan.trims and content != content.strip()):
+            return False
+        for name in _FIELDS[1:]:
+            if name in message and not _PLAIN_WORD.match(message[name]):
+                return False
+    return True
