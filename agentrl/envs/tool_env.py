@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import re
 import zlib
@@ -303,11 +304,17 @@ def _as_tool(entry: Any) -> Tool:
     if inspect.isclass(entry) and issubclass(entry, Tool):
         return entry()
     if callable(entry):
-        return FunctionTool(entry)
+        return _function_tool(entry)
     raise TypeError(f"a tool is a function, a Tool or a subclass of Tool, got {entry!r}.")
 
 
-def _method_tools(cls: type) -> list[FunctionTool]:
+@functools.lru_cache(maxsize=256)
+def _function_tool(function: Any) -> FunctionTool:
+    return FunctionTool(function)
+
+
+@functools.lru_cache(maxsize=256)
+def _method_tools(cls: type) -> tuple[FunctionTool, ...]:
     found: dict[str, FunctionTool] = {}
     for owner in reversed(cls.__mro__):
         for name, value in vars(owner).items():
@@ -315,7 +322,7 @@ def _method_tools(cls: type) -> list[FunctionTool]:
                 found[name] = value
             else:
                 found.pop(name, None)
-    return list(found.values())
+    return tuple(found.values())
 
 
 def _record(call: ToolCall, result: ToolResult) -> dict[str, Any]:

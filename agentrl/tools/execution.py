@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from agentrl.errors import EnvError, InfraError
 from agentrl.tools.base import FunctionTool, Tool, ToolError, ToolErrorType, ToolResult
 from agentrl.tools.parsers import clean_text
-from agentrl.tools.threads import run_blocking
+from agentrl.tools.threads import contained, run_blocking
 from agentrl.tools.validation import validate
 from agentrl.types import ToolCall
 
@@ -115,15 +118,17 @@ async def _call_within(tool: Tool, arguments: dict[str, Any], seconds: float) ->
         task.cancel()
         task.add_done_callback(_retrieve)
         raise ToolError(f"{tool.name} took longer than {seconds:g} s", ToolErrorType.TIMEOUT)
+    if task.cancelled():
+        raise ToolError(f"{tool.name} was cancelled", ToolErrorType.EXECUTION)
     return task.result()
 
 
 async def _start(tool: Tool, arguments: dict[str, Any]) -> Any:
     function: Callable[..., Any] = tool.function if isinstance(tool, FunctionTool) else type(tool).__call__
     if inspect.iscoroutinefunction(function):
-        return await tool(**arguments)
+        return await contained(tool(**arguments))
     value = await run_blocking(tool, **arguments)
-    return await value if inspect.isawaitable(value) else value
+    return await contained(value) if inspect.isawaitable(value) else value
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
@@ -138,9 +143,11 @@ def _as_result(value: Any, name: str) -> ToolResult:
                 f"tool {name!r} returned an observation of type {type(value.observation).__name__}; str is expected."
             )
         return value
-    if isinstance(value, (str, int, float)):
+    if isinstance(value, (str, int, float, np.generic)):
         return ToolResult(str(value))
-    raise EnvError(f"tool {name!r} returned {type(value).__name__}; str or ToolResult is expected.")
+    if isinstance(value, (dict, list)):
+        return ToolResult(json.dumps(value, ensure_ascii=False, default=str))
+    raise EnvError(f"tool {name!r} returned {type(value).__name__}; text, a number, JSON or a ToolResult is expected.")
 
 
 def _failed(error: ToolError) -> ToolResult:

@@ -83,39 +83,57 @@ class Parser(ABC):
         text = clean_text(text)
         pattern = re.compile("|".join(re.escape(t) for t in (THINK_OPEN, THINK_CLOSE, *openings)))
         content: list[str] = []
-        reasoning: list[str] = []
+        thoughts: list[str] = []
         calls: list[ToolCall] = []
-        position = 0
+        head = position = _end_of_head(text)
         while match := pattern.search(text, position):
-            before = text[position : match.start()]
+            content.append(text[position : match.start()])
             tag, position = match.group(), match.end()
             if tag == THINK_CLOSE:
-                # The template opened the block in the prompt: all that came before was reasoning.
-                reasoning, content, calls = [text[: match.start()].replace(THINK_OPEN, "")], [], []
-                continue
-            content.append(before)
-            if tag == THINK_OPEN:
+                # Closes a block that was opened inside what looked like a call.
+                head, content, thoughts, calls = position, [], [], []
+            elif tag == THINK_OPEN:
                 end = text.find(THINK_CLOSE, position)
-                reasoning.append(text[position : end if end >= 0 else len(text)])
+                thoughts.append(text[position : end if end >= 0 else len(text)])
                 position = end + len(THINK_CLOSE) if end >= 0 else len(text)
-                continue
-            if len(calls) == MAX_CALLS:
+            elif len(calls) == MAX_CALLS:
                 calls.append(ToolCall("", {}, f"call_{MAX_CALLS}", f"more than {MAX_CALLS} calls in one turn"))
                 position = match.start()
                 break
-            call, end = self._read_call(text, position, openings[tag], f"call_{len(calls)}")
-            if call.error is not None or not self.structured:
-                content.append(text[match.start() : end])
-            calls.append(call)
-            position = end
+            else:
+                call, position = self._read_call(text, position, openings[tag], f"call_{len(calls)}")
+                if call.error is not None or not self.structured:
+                    content.append(text[match.start() : position])
+                calls.append(call)
         content.append(text[position:])
+        first = text[:head].replace(THINK_OPEN, "").replace(THINK_CLOSE, "")
+        reasoning = "\n".join(part.strip() for part in (first, *thoughts)).strip()
         errors = [c.error for c in calls if c.error is not None]
-        thought = "\n".join(part.strip() for part in reasoning).strip()
-        return Parsed("".join(content).strip(), thought, calls, errors, self.structured)
+        return Parsed("".join(content).strip(), reasoning, calls, errors, self.structured)
 
     def _read_call(self, text: str, start: int, name: str, call_id: str) -> tuple[ToolCall, int]:
         """The call whose opening tag ends at ``start``, and the position after it."""
         raise NotImplementedError
+
+
+_THINK_TAG = re.compile(f"{THINK_OPEN}|{THINK_CLOSE}")
+
+
+def _end_of_head(text: str) -> int:
+    """Where the text begins that is not the rest of a reasoning block opened in the prompt.
+
+    Some templates write ``<think>`` themselves, so a turn may start inside the block: whatever stands
+    before a ``</think>`` that nothing opened was thought, calls included.
+    """
+    end, is_open = 0, False
+    for match in _THINK_TAG.finditer(text):
+        if match.group() == THINK_OPEN:
+            is_open = True
+        elif is_open:
+            is_open = False
+        else:
+            end = match.end()
+    return end
 
 
 class NoneParser(Parser):

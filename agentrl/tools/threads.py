@@ -12,7 +12,7 @@ import contextvars
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -74,8 +74,8 @@ class DaemonPool:
                 continue
             try:
                 result, error = call(), None
-            except BaseException as raised:  # carried to the caller, SystemExit of a tool included
-                result, error = None, raised
+            except BaseException as raised:
+                result, error = None, _ordinary(raised)
             with self._changed:
                 self._given_up.discard(future)
             if error is None:
@@ -83,6 +83,16 @@ class DaemonPool:
             else:
                 future.set_exception(error)
             del future, call, result, error  # an idle thread keeps nothing alive
+
+
+def _ordinary(error: BaseException) -> Exception:
+    """The error as one that may cross into a coroutine: ``SystemExit`` would end the event loop,
+    ``StopIteration`` would be lost in it."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    replacement = RuntimeError(f"the called code raised {error!r}")
+    replacement.__cause__ = error
+    return replacement
 
 
 # Blocking code may itself step an environment whose tools block. One pool a level keeps callers and
@@ -112,7 +122,9 @@ async def run_blocking(function: Callable[..., T], *args: Any, **kwargs: Any) ->
     """
     level = _LEVEL.get()
     with _setup_lock:
-        pool = _pools.setdefault(level, DaemonPool(MAX_THREADS))
+        if level not in _pools:
+            _pools[level] = DaemonPool(MAX_THREADS)
+        pool = _pools[level]
     context = contextvars.copy_context()
     context.run(_LEVEL.set, level + 1)
     future = pool.submit(lambda: context.run(function, *args, **kwargs))
@@ -130,12 +142,20 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     clients a coroutine keeps open between calls stay on the loop they were made on.
     """
     loop = _background_loop()
-    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    future = asyncio.run_coroutine_threadsafe(contained(coroutine), loop)
     try:
         return future.result()
     except BaseException:
         future.cancel()  # KeyboardInterrupt in the caller must not leave the coroutine running
         raise
+
+
+async def contained(awaitable: Awaitable[T]) -> T:
+    """Awaits code of others; its ``sys.exit()`` becomes a ``RuntimeError`` instead of ending the loop."""
+    try:
+        return await awaitable
+    except SystemExit as error:
+        raise _ordinary(error) from error
 
 
 def _background_loop() -> asyncio.AbstractEventLoop:

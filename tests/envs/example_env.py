@@ -1,0 +1,27 @@
+"""Ask for the total price of a shopping list; the prices are known to a tool only."""
+
+import agentrl
+
+PRICES = {"apple": 3, "bread": 4, "cheese": 9, "dates": 7, "eggs": 5, "flour": 2}
+
+
+@agentrl.tool
+def price(item: str) -> str:
+    """Looks up the price of one item.
+
+    Args:
+        item: Name of the item.
+    """
+    return str(PRICES[item]) if item in PRICES else f"We do not sell {item}."
+
+
+class Shopping(agentrl.ToolEnv):
+    system_prompt = "Look up the price of each item, then answer with the total as a number."
+    tools = [price]
+
+    def task(self, rng, split):
+        items = [str(item) for item in rng.choice(sorted(PRICES), size=3, replace=False)]
+        return f"What do {', '.join(items)} cost together?", sum(PRICES[item] for item in items)
+
+    def reward(self, text, answer):
+        return float(text.strip() == str(answer))

@@ -1,0 +1,295 @@
+"""Calls are run in order, side by side where safe, within their time, and fail in a closed set of ways."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from agentrl.errors import EnvError, InfraError
+from agentrl.tools import Tool, ToolError, ToolResult, run_calls, tool
+from agentrl.tools.threads import DaemonPool, run_blocking, run_coroutine
+from agentrl.types import ToolCall
+
+
+def run(calls: list[ToolCall], *tools: Tool, timeout: float = 5.0, max_calls: int = 32) -> list[ToolResult]:
+    by_name = {t.name: t for t in tools}
+    return asyncio.run(run_calls(calls, by_name, timeout=timeout, max_calls=max_calls))
+
+
+@tool
+def wait(seconds: float, tag: str = "") -> str:
+    """Waits.
+
+    Args:
+        seconds: How long.
+        tag: What to say afterwards.
+    """
+    time.sleep(seconds)
+    return tag
+
+
+@tool
+async def await_(seconds: float, tag: str = "") -> str:
+    """Waits without a thread.
+
+    Args:
+        seconds: How long.
+        tag: What to say afterwards.
+    """
+    await asyncio.sleep(seconds)
+    return tag
+
+
+@tool
+def fail(how: str) -> object:
+    """Fails.
+
+    Args:
+        how: In which way.
+    """
+    if how == "value":
+        raise ValueError("bad number in /home/someone/secret/file.py\nand a second line")
+    if how == "tool":
+        raise ToolError("no such row", "execution")
+    if how == "infra":
+        raise InfraError("server is down")
+    if how == "unavailable":
+        return ToolResult(error=ToolError("server is down", "unavailable"))
+    if how == "exit":
+        sys.exit(3)
+    if how == "stop":
+        raise StopIteration
+    if how == "cancelled":
+        raise asyncio.CancelledError
+    return object()
+
+
+class Counter(Tool):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> str:
+        """Counts."""
+        seen = self.count
+        time.sleep(0.01)
+        self.count = seen + 1
+        return str(self.count)
+
+
+@pytest.mark.parametrize("waiting", [wait, await_])
+def test_sixteen_calls_of_one_second_take_about_one(waiting):
+    started = time.monotonic()
+    calls = [ToolCall(waiting.name, {"seconds": 1.0, "tag": str(i)}) for i in range(16)]
+    results = run(calls, waiting)
+    assert [r.observation for r in results] == [str(i) for i in range(16)]
+    assert time.monotonic() - started < 1.6
+
+
+def test_a_stateless_tool_class_runs_side_by_side():
+    class Slow(Tool):
+        """Is slow."""
+
+        def __call__(self) -> str:
+            time.sleep(0.3)
+            return ""
+
+    started = time.monotonic()
+    run([ToolCall("slow", {})] * 8, Slow())
+    assert time.monotonic() - started < 1.0
+
+
+def test_calls_on_the_same_state_run_in_order():
+    results = run([ToolCall("counter", {})] * 10 + [ToolCall("wait", {"seconds": 0, "tag": "x"})], Counter(), wait)
+    assert [r.observation for r in results] == [str(i) for i in range(1, 11)] + ["x"]
+
+
+def test_order_of_results_is_the_order_of_calls():
+    seconds = [0.2, 0.0, 0.1]
+    results = run([ToolCall("wait", {"seconds": s, "tag": str(s)}) for s in seconds], wait)
+    assert [r.observation for r in results] == ["0.2", "0.0", "0.1"]
+
+
+@pytest.mark.parametrize("waiting", [wait, await_])
+def test_a_call_that_hangs_is_given_up(waiting):
+    started = time.monotonic()
+    (result,) = run([ToolCall(waiting.name, {"seconds": 1.5})], waiting, timeout=0.1)
+    assert time.monotonic() - started < 1.0
+    assert (result.error.type, result.observation) == (
+        "timeout",
+        f"Error (timeout): {waiting.name} took longer than 0.1 s",
+    )
+
+
+def test_a_coroutine_that_swallows_cancellation_is_given_up_too():
+    @tool
+    async def stubborn() -> str:
+        """Does not stop."""
+        for _ in range(20):
+            try:
+                await asyncio.sleep(0.1)
+            except asyncio.CancelledError:
+                continue
+        return "late"
+
+    async def main() -> float:
+        started = time.monotonic()
+        (result,) = await run_calls([ToolCall("stubborn", {})], {"stubborn": stubborn}, timeout=0.1, max_calls=1)
+        assert result.error.type == "timeout"
+        return time.monotonic() - started
+
+    assert asyncio.run(main()) < 1.0
+
+
+def test_a_tool_has_its_own_timeout():
+    @tool(timeout=0.05)
+    def slow() -> str:
+        """Is slow."""
+        time.sleep(1)
+        return ""
+
+    assert run([ToolCall("slow", {})], slow, timeout=60)[0].error.type == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "text"),
+    [
+        ("value", "execution", "Error (execution): fail: ValueError: bad number in …"),
+        ("tool", "execution", "Error (execution): no such row"),
+        ("exit", "execution", "SystemExit(3)"),
+        ("stop", "execution", "StopIteration()"),
+        ("cancelled", "execution", "fail"),
+    ],
+)
+def test_failures_reach_the_model_as_one_short_line(how, kind, text):
+    (result,) = run([ToolCall("fail", {"how": how})], fail)
+    assert result.error.type == kind
+    assert text in result.observation
+    assert "\n" not in result.observation
+    assert "secret" not in result.observation
+
+
+def test_an_async_tool_that_exits_does_not_end_the_loop():
+    @tool
+    async def leave() -> str:
+        """Leaves."""
+        sys.exit(3)
+
+    (result,) = run([ToolCall("leave", {})], leave)
+    assert "SystemExit(3)" in result.observation
+
+
+@pytest.mark.parametrize("how", ["infra", "unavailable"])
+def test_infrastructure_is_never_the_models_fault(how):
+    with pytest.raises(InfraError, match="server is down"):
+        run([ToolCall("wait", {"seconds": 0.0}), ToolCall("fail", {"how": how})], wait, fail)
+
+
+def test_a_result_of_no_known_type_is_the_authors_fault():
+    with pytest.raises(EnvError, match="returned object"):
+        run([ToolCall("fail", {"how": "object"})], fail)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (ToolCall("", {}, error="not JSON"), "parse", "not JSON"),
+        (ToolCall("nothing", {}), "unknown_tool", "there is no tool 'nothing'; there are: wait"),
+        (ToolCall("wait", {"seconds": "soon"}), "invalid_arguments", 'must be a number, got "soon"'),
+    ],
+)
+def test_the_models_mistakes_are_explained(call, kind, text):
+    (result,) = run([call], wait)
+    assert result.error.type == kind
+    assert text in result.observation
+
+
+def test_calls_beyond_the_limit_are_not_run():
+    results = run([ToolCall("counter", {})] * 4, Counter(), max_calls=2)
+    assert [r.error.type if r.error else r.observation for r in results] == ["1", "2", "limit", "limit"]
+
+
+def test_no_call_runs_on_a_state_that_is_over():
+    class Quit(Tool):
+        """Quits."""
+
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def __call__(self) -> ToolResult:
+            self.calls += 1
+            return ToolResult("bye", terminated=True)
+
+    quitting = Quit()
+    results = run([ToolCall("quit", {})] * 3, quitting)
+    assert quitting.calls == 1
+    assert [bool(r.error) for r in results] == [False, True, True]
+
+
+def test_results_may_be_numbers_or_json():
+    @tool
+    def rows() -> list[dict[str, object]]:
+        """Gives rows."""
+        return [{"name": "é", "n": 1}]
+
+    assert run([ToolCall("rows", {})], rows)[0].observation == '[{"name": "é", "n": 1}]'
+
+
+# -- threads ----------------------------------------------------------------------------------------
+
+
+def test_blocking_calls_nested_beyond_the_size_of_the_pool_do_not_wait_for_themselves():
+    def outer() -> int:
+        return run_coroutine(run_blocking(lambda: run_coroutine(run_blocking(lambda: 1))))
+
+    async def main() -> list[int]:
+        return await asyncio.gather(*(run_blocking(outer) for _ in range(300)))
+
+    assert sum(asyncio.run(asyncio.wait_for(main(), 30))) == 300
+
+
+def test_a_pool_keeps_its_bound_and_replaces_threads_that_hang():
+    pool = DaemonPool(2)
+    release = threading.Event()
+    hung = [pool.submit(release.wait) for _ in range(2)]
+    waiting = pool.submit(lambda: "ran")
+    time.sleep(0.05)
+    assert not waiting.done()
+    pool.give_up(hung[0])
+    assert waiting.result(timeout=5) == "ran"
+    never = pool.submit(lambda: "never")
+    pool.give_up(never)
+    release.set()
+    assert pool.submit(lambda: "after").result(timeout=5) == "after"
+
+
+def test_a_hung_tool_does_not_keep_the_process_alive():
+    program = (
+        "import asyncio, time\n"
+        "from agentrl.tools.threads import run_blocking\n"
+        "async def main():\n"
+        "    try:\n"
+        "        await asyncio.wait_for(run_blocking(time.sleep, 3600), 0.1)\n"
+        "    except TimeoutError:\n"
+        "        print('given up')\n"
+        "asyncio.run(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "given up\n")
+
+
+def test_run_coroutine_works_inside_a_running_loop():
+    async def inner() -> int:
+        await asyncio.sleep(0)
+        return 7
+
+    async def main() -> int:
+        return run_coroutine(inner())
+
+    assert asyncio.run(main()) == 7
