@@ -1,0 +1,220 @@
+"""The control plane of one engine: pause, weights, versions, health, by SGLang's HTTP routes.
+
+These calls go to the engine itself, not through the router, which has no such routes. Every
+call has a deadline; every failure is an :class:`~agentrl.errors.EngineError` that names the engine and the route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from agentrl.errors import EngineError
+
+PAUSE_MODES = ("retract", "in_place", "abort")
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A run of tensors that travel as one flat buffer, in order, without gaps."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    """Torch dtype names, such as ``float32``."""
+    shapes: tuple[tuple[int, ...], ...]
+    nbytes: int
+    last: bool
+
+
+class EngineControl:
+    """Asynchronous calls to one engine. One instance serves one event loop.
+
+    Args:
+        url: the engine's own address.
+        api_key: its key.
+        timeout: seconds a call may take when it is not told otherwise.
+    """
+
+    def __init__(self, url: str, api_key: str, *, timeout: float = 30.0) -> None:
+        self.url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"}
+        self._timeout = timeout
+        self._session: aiohttp.ClientSession | None = None
+
+    def __repr__(self) -> str:
+        return f"EngineControl({self.url})"
+
+    async def close(self) -> None:
+        """Close the connections. The engine itself goes on."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # Generation.
+
+    async def pause(self, mode: str = "retract", *, timeout: float | None = None) -> None:
+        """Stop generating. New requests wait.
+
+        Args:
+            mode: what becomes of requests in flight. ``retract``: they go back to the queue and their KV
+                cache is computed anew with the new weights; ``in_place``: they keep it and go on
+                with it; ``abort``: they return what they have.
+        """
+        if mode not in PAUSE_MODES:
+            raise ValueError(f"pause mode {mode!r}; expected one of {', '.join(PAUSE_MODES)}")
+        await self._post("/pause_generation", {"mode": mode}, timeout=timeout)
+
+    async def continue_(self, *, timeout: float | None = None) -> None:
+        """Generate again."""
+        await self._post("/continue_generation", {"torch_empty_cache": False}, timeout=timeout)
+
+    async def flush(self, *, timeout: float | None = None) -> bool:
+        """Drop the prefix cache. False if the engine refuses because requests are in flight."""
+        status, _ = await self._call("POST", "/flush_cache", None, timeout, accept=(200, 400))
+        return status == 200
+
+    async def abort(self, rid: str | None = None, *, timeout: float | None = None) -> None:
+        """End one request by id, or all. They return what they have with finish reason ``abort``.
+
+        SGLang matches ids by prefix, so ids of one run must have equal length.
+        """
+        body = {"abort_all": True} if rid is None else {"rid": rid}
+        await self._post("/abort_request", body, timeout=timeout)
+
+    # Weights.
+
+    async def init_group(
+        self,
+        *,
+        host: str,
+        port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+        timeout: float | None = None,
+    ) -> None:
+        """Join a process group with the sender (rank 0). Returns when all members have joined."""
+        body = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        await self._post("/init_weights_update_group", body, timeout=timeout)
+
+    async def destroy_group(self, group_name: str, *, timeout: float | None = None) -> None:
+        """Leave a process group; none of that name is no error. Answers only if the engine is alive inside."""
+        await self._call(
+            "POST", "/destroy_weights_update_group", {"group_name": group_name}, timeout, accept=(200, 400)
+        )
+
+    async def begin_weight_update(self, *, timeout: float | None = None) -> None:
+        """Open the session within which weights may arrive."""
+        await self._post("/begin_weight_update", {}, timeout=timeout)
+
+    async def end_weight_update(self, *, timeout: float | None = None, missing_ok: bool = False) -> None:
+        """Close the session. With ``missing_ok`` it is no error that none was open."""
+        accept = (200, 400) if missing_ok else (200,)
+        await self._call("POST", "/end_weight_update", {}, timeout, accept=accept)
+
+    async def update_from_distributed(
+        self,
+        bucket: Bucket,
+        *,
+        group_name: str,
+        version: int | None,
+        flush: bool,
+        timeout: float | None = None,
+    ) -> None:
+        """Receive one bucket by broadcast from rank 0 and load it.
+
+        Args:
+            version: set with this bucket, the last one.
+            flush: drop the prefix cache afterwards; fails while requests run, so not with ``in_place``.
+        """
+        body = {
+            "names": bucket.names,
+            "dtypes": bucket.dtypes,
+            "shapes": bucket.shapes,
+            "group_name": group_name,
+            "load_format": "flattened_bucket",
+            "flush_cache": flush,
+            "weight_version": None if version is None else str(version),
+        }
+        await self._post("/update_weights_from_distributed", body, timeout=timeout)
+
+    async def update_from_disk(
+        self, path: str, *, version: int, flush: bool, timeout: float | None = None
+    ) -> None:
+        """Load the safetensors files of a folder that the engine can read."""
+        body = {"model_path": path, "weight_version": str(version), "flush_cache": flush}
+        await self._post("/update_weights_from_disk", body, timeout=timeout)
+
+    async def set_version(self, version: int, *, timeout: float | None = None) -> None:
+        """Name the weights the engine holds, without a change to them."""
+        body = {"new_version": str(version), "abort_all_requests": False}
+        await self._post("/update_weight_version", body, timeout=timeout)
+
+    async def version(self, *, timeout: float | None = None) -> str:
+        """The version of the weights, as requests report it; ``default`` before the first sync."""
+        _, answer = await self._call("GET", "/model_info", None, timeout)
+        return str(answer["weight_version"])
+
+    async def checksums(self, *, timeout: float | None = None) -> list[dict[str, str]]:
+        """Checksum of every parameter the engine holds: one dict (name to hex) per tensor-parallel rank."""
+        answer = await self._post("/weights_checker", {"action": "checksum"}, timeout=timeout)
+        return [dict(rank["checksums"]) for rank in answer["ranks"]]
+
+    # Health.
+
+    async def is_ready(self, *, timeout: float = 5.0) -> bool:
+        """Whether the HTTP process answers. Costs nothing, true while paused."""
+        return await self._answers("/health", timeout)
+
+    async def can_generate(self, *, timeout: float = 20.0) -> bool:
+        """Whether the whole engine answers: one token is generated if nothing else is. False while paused."""
+        return await self._answers("/health_generate", timeout)
+
+    async def _answers(self, path: str, timeout: float) -> bool:
+        try:
+            await self._call("GET", path, None, timeout)
+        except EngineError:
+            return False
+        return True
+
+    async def _post(self, path: str, body: Any, *, timeout: float | None) -> Any:
+        return (await self._call("POST", path, body, timeout))[1]
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        timeout: float | None,
+        *,
+        accept: Sequence[int] = (200,),
+    ) -> tuple[int, Any]:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(headers=self._headers)
+        limit = self._timeout if timeout is None else timeout
+        try:
+            async with self._session.request(
+                method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=limit)
+            ) as answer:
+                if answer.status not in accept:
+                    raise EngineError(
+                        f"engine {self.url}{path}: HTTP {answer.status}: {(await answer.text())[:500]}"
+                    )
+                is_json = answer.content_type == "application/json"
+                return answer.status, await answer.json() if is_json else None
+        except asyncio.TimeoutError:
+            raise EngineError(f"engine {self.url}{path}: no answer within {limit:g} s") from None
+        except aiohttp.ClientError as error:
+            raise EngineError(f"engine {self.url}{path}: {type(error).__name__}: {error}") from error

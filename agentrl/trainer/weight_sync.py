@@ -1,0 +1,491 @@
+"""Brings every engine to the trainer's weights: one state machine, a deadline on each state.
+
+::
+
+    pause ─▶ begin ─▶ connect ─▶ transfer (buckets; the last sets the version and flushes) ─▶ end ─▶ continue ─▶ verify
+      └──────────┴────────┴──────────── any failure ────────────────────────────────────────▶ resume
+
+``connect`` is skipped while the group of the last sync still fits. With the disk transport the weights are
+written before the pause, and ``begin``, ``connect`` and ``end`` fall away.
+
+What holds when :meth:`WeightSync.sync` returns or raises, whatever went wrong and wherever:
+
+- every engine of the report's ``synced`` holds version ``version``, runs, and was compared with what was sent;
+- every other engine is in ``failed`` with the reason. It was taken out of traffic (``retire``) and then, as far
+  as it answers, its requests were aborted, its update session closed and its generation resumed. It may
+  hold old, new or mixed weights and must be replaced.
+
+Over gloo each engine has a group of its own with the sender, so one that dies or hangs costs no other
+anything. Over NCCL all engines share one group, for speed; when it breaks it is formed again of
+those that still answer, and the walk over the weights starts again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from agentrl.errors import EngineError, WeightSyncError
+from agentrl.rollout.control import PAUSE_MODES, Bucket, EngineControl
+from agentrl.trainer.weight_sender import SendResult, WeightSender
+
+__all__ = ["Deadlines", "LocalSender", "Sender", "SyncFailed", "SyncReport", "WeightSender", "WeightSync"]
+
+TRANSPORTS = ("broadcast", "disk")
+
+
+class Sender(Protocol):
+    """The trainer's end, as the state machine sees it.
+
+    Each call goes to the same-named method of :class:`~agentrl.trainer.weight_sender.WeightSender` on every
+    trainer rank, and returns what rank 0 returned.
+    """
+
+    async def listen(self, host: str) -> int: ...
+    async def arrived(self, groups: dict[str, int]) -> list[str]: ...
+    async def connect(self, groups: dict[str, int], timeout: float) -> dict[str, str]: ...
+    async def start(self) -> Bucket | None: ...
+    async def broadcast(self) -> SendResult: ...
+    async def checksums(self) -> list[dict[str, str]]: ...
+    async def save(self, path: str) -> int: ...
+    async def drop(self, name: str) -> None: ...
+    async def abort(self) -> None: ...
+
+
+class LocalSender:
+    """A :class:`WeightSender` of this process, run in worker threads, one call after the other."""
+
+    def __init__(self, sender: WeightSender) -> None:
+        self._sender = sender
+        self._lock = asyncio.Lock()
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        method = getattr(self._sender, name)
+
+        async def call(*args: Any) -> Any:
+            # A cancelled caller does not free the sender: the call in its thread goes on.
+            async with self._lock:
+                return await asyncio.shield(asyncio.ensure_future(asyncio.to_thread(method, *args)))
+
+        return call
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds each state may take, for one engine."""
+
+    pause: float = 60.0
+    begin: float = 30.0
+    connect: float = 30.0
+    bucket: float = 120.0
+    disk: float = 600.0
+    end: float = 60.0
+    resume: float = 20.0
+    verify: float = 120.0
+
+
+@dataclass
+class SyncReport:
+    """What a sync did."""
+
+    version: int
+    synced: list[str] = field(default_factory=list)
+    """Addresses of engines that hold the version and run."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Addresses of engines that must be replaced, with the reason."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time by state."""
+    pause_seconds: float = 0.0
+    """Wall time from the first pause to the last continue: what generation lost."""
+    nbytes: int = 0
+    buckets: int = 0
+    verified: int = 0
+    """Parameters whose checksum in the engine equals the sender's."""
+    unverified: tuple[str, ...] = ()
+    """Parameters the sender could not predict (unknown fusion, GPU hash); equal on all engines."""
+
+
+class SyncFailed(WeightSyncError):
+    """A sync that brought no engine, or not rightly, to its version. ``report`` says how far it came."""
+
+    def __init__(self, message: str, report: SyncReport) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+@dataclass
+class _Run:
+    """The state of one sync."""
+
+    report: SyncReport
+    active: list[EngineControl]
+    touched: list[EngineControl] = field(default_factory=list)  # may be paused
+    open: set[EngineControl] = field(default_factory=set)  # may have an open session
+    dirty: set[EngineControl] = field(default_factory=set)  # may hold part of the new weights
+    running: set[EngineControl] = field(default_factory=set)  # continued
+    failed: dict[EngineControl, str] = field(default_factory=dict)
+    settled: set[EngineControl] = field(default_factory=set)  # failed, retired and resumed
+
+    def fail(self, engine: EngineControl, reason: object) -> None:
+        if engine in self.active:
+            self.active.remove(engine)
+        self.failed.setdefault(engine, str(reason))
+
+
+class WeightSync:
+    """Sends the trainer's weights to engines, version after version.
+
+    Args:
+        sender: the trainer's end.
+        transport: ``broadcast`` (gloo or NCCL) or ``disk`` (a folder that all engines can read).
+        backend: ``gloo`` or ``nccl``; must be the sender's.
+        host: address under which engines reach the sender.
+        engine_ranks: processes of one engine (its tensor-parallel size).
+        pause_mode: what becomes of requests in flight, see :meth:`EngineControl.pause`.
+        deadlines: seconds for each state.
+        attempts: how often a broken shared group (NCCL) is formed again.
+        verify: compare checksums after each sync.
+        disk_dir: folder for the disk transport; a temporary one if ``None``.
+        retire: called with a failed engine before it is resumed: take it out of traffic.
+    """
+
+    def __init__(
+        self,
+        sender: Sender,
+        *,
+        transport: str = "broadcast",
+        backend: str = "gloo",
+        host: str = "127.0.0.1",
+        engine_ranks: int = 1,
+        pause_mode: str = "retract",
+        deadlines: Deadlines | None = None,
+        attempts: int = 3,
+        verify: bool = True,
+        disk_dir: str | Path | None = None,
+        retire: Callable[[EngineControl], Awaitable[None]] | None = None,
+    ) -> None:
+        if transport not in TRANSPORTS:
+            raise ValueError(f"weight-sync transport {transport!r}; expected one of {', '.join(TRANSPORTS)}")
+        if pause_mode not in PAUSE_MODES:
+            raise ValueError(f"pause mode {pause_mode!r}; expected one of {', '.join(PAUSE_MODES)}")
+        self.sender = sender
+        self.transport = transport
+        self.backend = backend
+        self.host = host
+        self.engine_ranks = engine_ranks
+        self.pause_mode = pause_mode
+        self.deadlines = deadlines or Deadlines()
+        self.attempts = attempts
+        self.verify = verify
+        self.disk_dir = disk_dir
+        self.retire = retire
+        self._groups: dict[str, list[EngineControl]] = {}
+
+    async def sync(self, engines: Sequence[EngineControl], version: int) -> SyncReport:
+        """Bring the engines to the sender's weights under the number ``version``.
+
+        Raises:
+            SyncFailed: the sender failed, or not one engine could be brought to the version, or an engine
+                that reported success holds other weights than were sent. Its ``report`` says
+                which engines must be replaced.
+        """
+        if not engines:
+            raise SyncFailed("no engine to send weights to", SyncReport(version))
+        run = _Run(SyncReport(version), list(engines))
+        try:
+            try:
+                if self.transport == "disk":
+                    await self._sync_by_disk(run)
+                else:
+                    await self._sync_by_broadcast(run)
+            finally:
+                # Also on cancellation: an engine must not stay paused because somebody pressed Ctrl-C.
+                await asyncio.shield(self._settle(run))
+            if run.active and self.verify:
+                await self._timed(run, "verify", self._verify(run))
+        except SyncFailed:
+            raise
+        except Exception as error:
+            raise SyncFailed(f"sending version {version} failed: {error}", run.report) from error
+        if not run.active:
+            reasons = "; ".join(f"{url}: {reason}" for url, reason in run.report.failed.items())
+            raise SyncFailed(f"version {version} reached no engine: {reasons}", run.report)
+        run.report.synced = [engine.url for engine in run.active]
+        return run.report
+
+    async def close(self) -> None:
+        """Leave the groups. Engines are left to themselves."""
+        self._groups = {}
+        await self.sender.abort()
+
+    # The two ways.
+
+    async def _sync_by_broadcast(self, run: _Run) -> None:
+        started = time.monotonic()
+        await self._pause(run)
+        await self._timed(run, "begin", self._begin(run))
+        for attempt in range(self.attempts):
+            await self._timed(run, "connect", self._connect(run))
+            if not run.active or await self._timed(run, "transfer", self._transfer(run)):
+                break
+            await self._recover(run, last=attempt == self.attempts - 1)
+        await self._timed(run, "end", self._end(run))
+        await self._continue(run, started)
+
+    async def _sync_by_disk(self, run: _Run) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="agentrl-weights-", dir=self.disk_dir))
+        path = str(folder / f"version-{run.report.version}")
+        try:
+            run.report.nbytes = await self._timed(run, "save", self.sender.save(path))
+            started = time.monotonic()
+            await self._pause(run)
+            run.dirty.update(run.active)
+            load = self._each(
+                run,
+                lambda engine: engine.update_from_disk(
+                    path,
+                    version=run.report.version,
+                    flush=self.pause_mode != "in_place",
+                    timeout=self.deadlines.disk,
+                ),
+            )
+            await self._timed(run, "transfer", load)
+            await self._continue(run, started)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    # States.
+
+    async def _pause(self, run: _Run) -> None:
+        run.touched = list(run.active)
+        pause = self._each(run, lambda e: e.pause(self.pause_mode, timeout=self.deadlines.pause))
+        await self._timed(run, "pause", pause)
+
+    async def _begin(self, run: _Run) -> None:
+        run.open.update(run.active)
+        await self._each(run, lambda e: e.begin_weight_update(timeout=self.deadlines.begin))
+
+    async def _connect(self, run: _Run) -> None:
+        """Form the groups, unless those of the last sync hold exactly the active engines."""
+        members = [engine for group in self._groups.values() for engine in group]
+        if set(members) == set(run.active) and self._groups:
+            return
+        await self._leave_groups(run)
+        if not run.active:
+            return
+        shared = self.backend == "nccl"
+        parts = [list(run.active)] if shared else [[engine] for engine in run.active]
+        # Unique beyond this process: an engine may outlive a trainer, and SGLang keeps names for good.
+        groups = {f"agentrl-{uuid.uuid4().hex[:16]}": part for part in parts}
+        ranks = self.engine_ranks
+        port = await self.sender.listen(self.host)
+        world = {name: 1 + ranks * len(part) for name, part in groups.items()}
+        joins: dict[EngineControl, Coroutine[Any, Any, None]] = {}
+        for name, part in groups.items():
+            for index, engine in enumerate(part):
+                joins[engine] = engine.init_group(
+                    host=self.host,
+                    port=port,
+                    rank_offset=1 + ranks * index,
+                    world_size=world[name],
+                    group_name=name,
+                    backend=self.backend,
+                    timeout=self.deadlines.connect,
+                )
+        joining = {engine: asyncio.ensure_future(join) for engine, join in joins.items()}
+        for name in await self._groups_without_arrivals(groups, world, joining):
+            del groups[name], world[name]
+        failed = await self.sender.connect(world, self.deadlines.connect)
+        await self._gather(run, joining)
+        for name, reason in failed.items():
+            for engine in groups.pop(name):
+                run.fail(engine, f"could not form a group with the trainer: {reason}")
+        self._groups = groups
+
+    async def _groups_without_arrivals(
+        self,
+        groups: dict[str, list[EngineControl]],
+        world: dict[str, int],
+        joining: dict[EngineControl, asyncio.Future[None]],
+    ) -> list[str]:
+        """Wait until the engines of each group are at the rendezvous, or one of them cannot come.
+
+        The sender blocks once it forms a group, so it must not form one in which nobody else is.
+        """
+        waiting, given_up = set(groups), []
+        while waiting:
+            for name in list(waiting):
+                if any(joining[engine].done() and joining[engine].exception() for engine in groups[name]):
+                    given_up.append(name)
+                    waiting.remove(name)
+            arrived = await self.sender.arrived(world) if waiting else []
+            waiting -= {name for name in waiting if name in arrived}
+            if waiting:
+                await asyncio.sleep(0.01)
+        return given_up
+
+    async def _transfer(self, run: _Run) -> bool:
+        """Send all buckets. False if a shared group broke, so that all must be sent again."""
+        report = run.report
+        report.nbytes = report.buckets = 0
+        bucket = await self.sender.start()
+        if bucket is None:
+            raise WeightSyncError("the trainer exported no weights")
+        while bucket is not None and run.active:
+            run.dirty.update(run.active)
+            group_of = {engine: name for name, part in self._groups.items() for engine in part}
+            receive = {
+                engine: engine.update_from_distributed(
+                    bucket,
+                    group_name=group_of[engine],
+                    version=report.version if bucket.last else None,
+                    flush=bucket.last and self.pause_mode != "in_place",
+                    timeout=self.deadlines.bucket,
+                )
+                for engine in run.active
+            }
+            sending = asyncio.ensure_future(self.sender.broadcast())
+            await self._gather(run, receive)
+            sent = await sending
+            report.nbytes += bucket.nbytes
+            report.buckets += 1
+            if not await self._drop_failed_groups(run, sent.failed):
+                return False
+            bucket = sent.next
+        return True
+
+    async def _end(self, run: _Run) -> None:
+        await self._each(run, lambda e: e.end_weight_update(timeout=self.deadlines.end))
+        run.open.difference_update(run.active)
+        if self.pause_mode == "in_place":
+            # Refused while requests are in flight; their prefixes then keep the old weights' cache.
+            await self._each(run, lambda e: e.flush(timeout=self.deadlines.end))
+
+    async def _continue(self, run: _Run, started: float) -> None:
+        go_on = self._each(run, lambda e: e.continue_(timeout=self.deadlines.resume))
+        await self._timed(run, "continue", go_on)
+        run.running.update(run.active)
+        run.report.pause_seconds = time.monotonic() - started
+
+    async def _verify(self, run: _Run) -> None:
+        held: dict[EngineControl, list[dict[str, str]]] = {}
+
+        async def ask(engine: EngineControl) -> None:
+            held[engine] = await engine.checksums(timeout=self.deadlines.verify)
+
+        expected, _ = await asyncio.gather(self.sender.checksums(), self._each(run, ask))
+        await self._settle(run)
+        if not run.active:
+            return
+        reference = held[run.active[0]]
+        unknown: set[str] = set()
+        for engine in run.active:
+            for rank, parameters in enumerate(held[engine]):
+                sent = expected[rank] if rank < len(expected) else {}
+                wrong = [name for name, value in parameters.items() if sent.get(name, value) != value]
+                unknown.update(name for name in parameters if name not in sent)
+                wrong += [n for n in parameters if n not in sent and reference[rank].get(n) != parameters[n]]
+                if wrong:
+                    raise SyncFailed(
+                        f"engine {engine.url} holds other weights than were sent as version "
+                        f"{run.report.version}: {len(wrong)} of {len(parameters)} parameters differ, "
+                        f"{wrong[0]!r} first",
+                        run.report,
+                    )
+        run.report.unverified = tuple(sorted(unknown))
+        run.report.verified = sum(len(rank) for rank in reference) - len(unknown)
+
+    # When something breaks.
+
+    async def _drop_failed_groups(self, run: _Run, failed: dict[str, str]) -> bool:
+        """Forget groups with a failed member. False if a healthy engine was in one of them."""
+        broken_for_others = False
+        for name, part in list(self._groups.items()):
+            if name not in failed and all(engine in run.active for engine in part):
+                continue
+            del self._groups[name]
+            await self.sender.drop(name)
+            if len(part) == 1:
+                run.fail(part[0], f"broadcast failed: {failed.get(name)}")
+            else:
+                broken_for_others = True
+        return not broken_for_others
+
+    async def _recover(self, run: _Run, *, last: bool) -> None:
+        """After a shared group broke: unblock its members, keep those that answer."""
+        await self._leave_groups(run)
+        if last:
+            for engine in list(run.active):
+                run.fail(engine, f"the weights could not be sent in {self.attempts} attempts")
+
+    async def _leave_groups(self, run: _Run) -> None:
+        groups, self._groups = self._groups, {}
+        await self.sender.abort()
+        name_of = {engine: name for name, part in groups.items() for engine in part}
+        leaves = {
+            engine: engine.destroy_group(name_of[engine], timeout=self.deadlines.resume)
+            for engine in run.active
+            if engine in name_of
+        }
+        await self._gather(run, leaves)
+
+    async def _settle(self, run: _Run) -> None:
+        """Resume every engine that was touched and does not run; retire those that must be replaced."""
+        stopped = [engine for engine in run.touched if engine not in run.running]
+        if run.active and any(engine in run.active for engine in stopped):
+            # The sync itself was broken off, by the trainer or by cancellation.
+            self._groups = {}
+            await self.sender.abort()
+            for engine in stopped:
+                if engine in run.dirty:
+                    run.fail(engine, "the sync broke off while its weights were being replaced")
+        todo = {*stopped, *run.failed} - run.settled
+        run.settled |= todo
+        await asyncio.gather(*(self._resume(run, engine) for engine in todo))
+        run.report.failed = {engine.url: reason for engine, reason in run.failed.items()}
+
+    async def _resume(self, run: _Run, engine: EngineControl) -> None:
+        limit = self.deadlines.resume
+        steps: list[Callable[[], Awaitable[Any]]] = []
+        if engine in run.failed and self.retire is not None:
+            steps.append(lambda: self.retire(engine))
+        if engine in run.dirty:
+            steps.append(lambda: engine.abort(timeout=limit))
+        if engine in run.open:
+            steps.append(lambda: engine.end_weight_update(timeout=limit, missing_ok=True))
+        steps.append(lambda: engine.continue_(timeout=limit))
+        for step in steps:
+            try:
+                await step()
+            except EngineError as error:
+                run.fail(engine, "it could not be resumed")
+                run.failed[engine] += f"; then: {error}"
+
+    # Doing one thing on all engines.
+
+    async def _each(self, run: _Run, call: Callable[[EngineControl], Coroutine[Any, Any, Any]]) -> None:
+        await self._gather(run, {engine: call(engine) for engine in run.active})
+
+    async def _gather(self, run: _Run, calls: Mapping[EngineControl, Awaitable[Any]]) -> None:
+        """Await all; engines whose call failed are failed, the others go on."""
+        results = await asyncio.gather(*calls.values(), return_exceptions=True)
+        for engine, result in zip(calls, results, strict=True):
+            if isinstance(result, EngineError):
+                run.fail(engine, result)
+            elif isinstance(result, BaseException):
+                raise result
+
+    async def _timed(self, run: _Run, state: str, work: Awaitable[Any]) -> Any:
+        started = time.monotonic()
+        try:
+            return await work
+        finally:
+            spent = time.monotonic() - started
+            run.report.seconds[state] = run.report.seconds.get(state, 0.0) + spent
