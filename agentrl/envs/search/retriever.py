@@ -141,7 +141,9 @@ def _hits_of(response: Any, expected: int, url: str) -> list[list[Hit]]:
     return hits
 
 
-def _hit(item: dict[str, Any]) -> Hit:
+def _hit(item: Any) -> Hit:
+    if not isinstance(item, dict):
+        raise TypeError(f"a result is {type(item).__name__}, not an object")
     document = item.get("document", item)
     passage: Passage = parse_passage(document, 0)
     return Hit(passage, float(item.get("score", 0.0)))
