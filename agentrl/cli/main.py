@@ -23,7 +23,7 @@ COMMANDS = {
 """Subcommand -> one line on what it does; each lives in the module of its name."""
 
 _EXTRA_OF = {
-    "train": ("torch", "ray", "sglang", "sglang_router", "megatron", "mbridge", "transformers", "tokenizers", "aiohttp", "orjson",
+    "train": ("torch", "ray", "sglang_router", "megatron", "mbridge", "transformers", "tokenizers", "aiohttp", "orjson",
               "pyarrow", "tensorboard", "matplotlib", "safetensors", "uvloop"),
     "retriever": ("starlette", "uvicorn", "bm25s", "faiss"),
 }  # fmt: skip
@@ -102,6 +102,8 @@ def _unknown(name: str) -> int:
 def _missing(error: ModuleNotFoundError) -> str | None:
     """The line for a package that an extra would have brought; None when the module is nothing we know."""
     top = (error.name or "").partition(".")[0]
+    if top == "sglang":
+        return "sglang is not installed, and this command needs it: pip install 'agentrl[gpu]' on a machine with GPUs, `make venv` on one without"
     for extra, modules in _EXTRA_OF.items():
         if top in modules:
             return f"{top} is not installed, and this command needs it: pip install 'agentrl[{extra}]'"

@@ -71,9 +71,18 @@ def resolve(config_class: type, argv: Sequence[str]) -> Resolved:
                 merged.values.pop(name, None)
             merged.put(name, value, layer.sources[name])
     config = derive(config_class(**_expanded(config_class, merged.values)))
-    explicit = {name: source for name, source in merged.sources.items() if source not in ("preset", "run")}
-    validate(config, explicit)
+    validate(config, _deliberate(config_class, merged))
     return Resolved(config, merged.sources)
+
+
+def _deliberate(config_class: type, given: Given) -> dict[str, str]:
+    """Options somebody set to other than their default by a flag or in a file, and where."""
+    fields = options(config_class)
+    return {
+        name: source
+        for name, source in given.sources.items()
+        if source not in ("preset", "run") and given.values[name] != fields[name].default
+    }
 
 
 def _expanded(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
