@@ -83,9 +83,7 @@ def run(rank: int, ranks: int, names: list[str], ports: list[int], checkpoint: s
         )  # fmt: skip
         trainer = MegatronTrainer(rank, ranks, "127.0.0.1", port, checkpoint, options)
         steps = [trainer.train(batch, num_steps=1) for _ in range(2)]
-        results[name] = {
-            key: [s[f"train/{key}"] for s in steps] for key in ("loss", "grad_norm", "kl_loss", "entropy")
-        }
+        results[name] = {key: [s[f"train/{key}"] for s in steps] for key in ("loss", "grad_norm", "kl_loss", "entropy")}
         trainer.close()
     if rank == 0:
         Path(out).write_text(json.dumps(results))
@@ -130,7 +128,8 @@ def main() -> int:
             f"loss {differences['loss']:.1e} grad norm {differences['grad_norm']:.1e}"
         )
     largest = max(max(d["loss"], d["grad_norm"]) for d in worst.values())
-    print(json.dumps({"benchmark": "parallel_layouts", "largest": largest, "limit": LIMIT, "relative_difference": worst}))
+    outcome = {"benchmark": "parallel_layouts", "largest": largest, "limit": LIMIT, "relative_difference": worst}
+    print(json.dumps(outcome))
     return int(largest >= LIMIT)
 
 

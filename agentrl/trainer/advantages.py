@@ -27,9 +27,7 @@ def trainable(trajectory: Trajectory) -> bool:
     return trajectory.outcome is not Outcome.INFRA_ERROR and trajectory.num_sampled > 0
 
 
-def grpo(
-    groups: Iterable[Group], *, normalize_std: bool = True, eps: float = GRPO_EPS
-) -> dict[str, float]:
+def grpo(groups: Iterable[Group], *, normalize_std: bool = True, eps: float = GRPO_EPS) -> dict[str, float]:
     """Group-relative advantages (DeepSeekMath, arXiv:2402.03300, section 4.1.2, outcome supervision).
 
     With the rewards r of the trainable members of a group, a member's advantage is

@@ -91,9 +91,7 @@ class VarlenAttention(MegatronModule):
     ) -> Tensor:
         """Args: query [T, 1, heads, dim]; key and value [T, 1, groups, dim]. Returns [T, 1, heads * dim]."""
         lengths = (query.shape[0],) if packed_seq_params is None else packed_seq_params.lengths
-        out = varlen_attention(
-            query.squeeze(1), key.squeeze(1), value.squeeze(1), lengths, self.softmax_scale
-        )
+        out = varlen_attention(query.squeeze(1), key.squeeze(1), value.squeeze(1), lengths, self.softmax_scale)
         return out.reshape(out.shape[0], 1, -1)
 
 
@@ -117,9 +115,7 @@ def varlen_attention(
     runs = [(n, sum(1 for _ in same)) for n, same in itertools.groupby(lengths)]
     sizes = [n * count for n, count in runs]
     outs = []
-    for (n, count), q, k, v in zip(
-        runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
-    ):
+    for (n, count), q, k, v in zip(runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
         q, k, v = (x.unflatten(0, (count, n)).transpose(1, 2) for x in (q, k, v))
         out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         outs.append(out.transpose(1, 2).flatten(0, 1))

@@ -120,9 +120,7 @@ def _cuda() -> _CpuCuda:
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     cuda.manual_seed = torch.manual_seed
-    cuda.random = types.SimpleNamespace(
-        get_rng_state=cuda.get_rng_state, set_rng_state=cuda.set_rng_state
-    )
+    cuda.random = types.SimpleNamespace(get_rng_state=cuda.get_rng_state, set_rng_state=cuda.set_rng_state)
     cuda.nvtx = types.SimpleNamespace(range_push=_nothing, range_pop=_nothing)
     return cuda
 

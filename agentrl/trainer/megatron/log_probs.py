@@ -52,9 +52,7 @@ def log_probs(
     Returns:
         float32[N], and float32[N] or None.
     """
-    values, entropies = _LinearLogProb.apply(
-        hidden, weight[: shard.size], targets, shard, 1.0 / temperature, entropy
-    )
+    values, entropies = _LinearLogProb.apply(hidden, weight[: shard.size], targets, shard, 1.0 / temperature, entropy)
     return values, entropies if entropy else None
 
 
@@ -73,10 +71,8 @@ class _LinearLogProb(torch.autograd.Function):
             logits = _logits(hidden[rows], weight, inverse_temperature)
             picked[rows] = logits.gather(1, local[rows, None]).squeeze(1)
             largest = logits.amax(1, keepdim=True)
-            if want_entropy:
-                probs = (logits - largest).exp_()
-            else:
-                probs = logits.sub_(largest).exp_()
+            # The entropy needs the logits once more; otherwise they are overwritten.
+            probs = (logits - largest).exp_() if want_entropy else logits.sub_(largest).exp_()
             total = probs.sum(1, keepdim=True)
             probs.div_(total)
             lse[rows] = (largest + total.log()).squeeze(1)

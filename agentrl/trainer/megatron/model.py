@@ -66,9 +66,7 @@ def read_config(hf_checkpoint: str | Path) -> PretrainedConfig:
         )
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if config.model_type not in SUPPORTED:
-        raise ConfigError(
-            f"--hf-checkpoint {path} is of type {config.model_type!r}; supported: {', '.join(SUPPORTED)}"
-        )
+        raise ConfigError(f"--hf-checkpoint {path} is of type {config.model_type!r}; supported: {', '.join(SUPPORTED)}")
     return config
 
 

@@ -73,13 +73,10 @@ class TrainerOptions:
             raise ConfigError(f"--dtype {self.dtype!r}: use auto, fp32 or bf16")
         if self.temperature <= 0:
             raise ConfigError(
-                f"temperature {self.temperature} is not above 0; greedy samples have no log-probability "
-                "to train on"
+                f"temperature {self.temperature} is not above 0; greedy samples have no log-probability to train on"
             )
         if self.lr_decay_style not in LR_DECAY_STYLES:
-            raise ConfigError(
-                f"--lr-decay-style {self.lr_decay_style!r} is not one of {', '.join(LR_DECAY_STYLES)}"
-            )
+            raise ConfigError(f"--lr-decay-style {self.lr_decay_style!r} is not one of {', '.join(LR_DECAY_STYLES)}")
         if self.lr_decay_style != "constant" and self.lr_decay_steps is None:
             raise ConfigError(f"--lr-decay-style {self.lr_decay_style} needs lr_decay_steps")
 

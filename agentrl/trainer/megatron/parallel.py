@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 from dataclasses import dataclass
 
 import torch
@@ -40,11 +41,7 @@ class Layout:
 
 def check_layout(options: TrainerOptions, world_size: int) -> None:
     """Raise ConfigError when the parallel sizes do not fit the number of ranks."""
-    model = (
-        options.tensor_model_parallel_size
-        * options.pipeline_model_parallel_size
-        * options.context_parallel_size
-    )
+    model = options.tensor_model_parallel_size * options.pipeline_model_parallel_size * options.context_parallel_size
     sizes = (
         f"--tensor-model-parallel-size {options.tensor_model_parallel_size} x "
         f"--pipeline-model-parallel-size {options.pipeline_model_parallel_size} x "
@@ -56,17 +53,22 @@ def check_layout(options: TrainerOptions, world_size: int) -> None:
             "(--actor-num-nodes x --actor-num-gpus-per-node)"
         )
     if options.context_parallel_size > 1:
-        raise ConfigError(
-            f"--context-parallel-size {options.context_parallel_size} is not available; use 1"
-        )
+        raise ConfigError(f"--context-parallel-size {options.context_parallel_size} is not available; use 1")
     if options.sequence_parallel and options.tensor_model_parallel_size == 1:
         raise ConfigError("--sequence-parallel needs --tensor-model-parallel-size of at least 2")
 
 
 def initialize(
-    rank: int, world_size: int, master_addr: str, master_port: int, options: TrainerOptions
+    rank: int,
+    world_size: int,
+    master_addr: str,
+    master_port: int,
+    options: TrainerOptions,
+    listener: socket.socket | None = None,
 ) -> Layout:
     """Join the world and build Megatron's groups. Every collective has ``options.timeout_s``.
+
+    ``listener`` is rank 0's socket when it already listens at ``master_port``.
 
     Raises:
         ConfigError: the sizes do not fit ``world_size``, or the process already is in a world.
@@ -86,9 +88,18 @@ def initialize(
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     else:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
+    store = dist.TCPStore(
+        master_addr,
+        master_port,
+        world_size,
+        is_master=rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        **({} if listener is None else {"master_listen_fd": listener.detach()}),
+    )
     dist.init_process_group(
         "gloo" if cpu.on_cpu() else "nccl",
-        init_method=f"tcp://{master_addr}:{master_port}",
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=timeout,

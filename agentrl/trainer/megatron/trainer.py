@@ -6,6 +6,7 @@ Every public method is collective: all ranks of the world call it with the same 
 from __future__ import annotations
 
 import functools
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,10 +33,12 @@ from agentrl.trainer.megatron import model as models  # noqa: E402
 from agentrl.trainer.megatron import parallel  # noqa: E402
 from agentrl.trainer.megatron.attention import PackedSequences, pack  # noqa: E402
 from agentrl.trainer.megatron.export import Exporter  # noqa: E402
+from agentrl.trainer.megatron.hf_save import save_hf  # noqa: E402
 from agentrl.trainer.megatron.layers import has_transformer_engine  # noqa: E402
 from agentrl.trainer.megatron.log_probs import log_probs  # noqa: E402
 from agentrl.trainer.megatron.optimizer import build_optimizer, build_scheduler, optimizer_step  # noqa: E402
 from agentrl.trainer.megatron.options import TrainerOptions  # noqa: E402
+from agentrl.trainer.megatron.state import TrainerState  # noqa: E402
 from agentrl.trainer.reference import WeightCopies  # noqa: E402
 
 __all__ = ["MegatronTrainer", "TrainerOptions"]
@@ -64,6 +67,7 @@ class MegatronTrainer:
         master_addr, master_port: where rank 0 listens for the others.
         hf_checkpoint: directory the weights, the architecture and the tokenizer files come from.
         options: everything else.
+        listener: rank 0 only: a socket that already listens at ``master_port``.
 
     Raises:
         ConfigError: sizes that do not fit, unknown Megatron options, an unknown architecture.
@@ -78,11 +82,13 @@ class MegatronTrainer:
         master_port: int,
         hf_checkpoint: str | Path,
         options: TrainerOptions,
+        *,
+        listener: socket.socket | None = None,
     ):
         self.options = options
         self.hf_checkpoint = Path(hf_checkpoint)
         hf_config = models.read_config(hf_checkpoint)
-        self.layout = parallel.initialize(rank, world_size, master_addr, master_port, options)
+        self.layout = parallel.initialize(rank, world_size, master_addr, master_port, options, listener)
         self.device = torch.device("cpu") if cpu.on_cpu() else torch.device("cuda", torch.cuda.current_device())
         self.bridge = models.make_bridge(hf_config, options, self.layout)
         self.model = models.build_model(self.bridge, self.layout)
@@ -105,6 +111,7 @@ class MegatronTrainer:
         )
         self.shard = models.vocab_shard(self.model, self.bridge, self.layout) if self.layout.last_stage else None
         self._run = get_forward_backward_func()
+        self._state = TrainerState(self.model, self.bridge, self.optimizer, self.scheduler, self.layout)
         self._exporter: Exporter | None = None
         self.steps_done = 0
         self.steps_skipped = 0
@@ -266,9 +273,7 @@ class MegatronTrainer:
 
         mine = step.ranks[self.layout.dp_rank]
         multiple = self.layout.tp if self.options.sequence_parallel else 1
-        micro_batches = (
-            self._to_device(batch.micro_batch(samples, multiple_of=multiple), old=old) for samples in mine
-        )
+        micro_batches = (self._to_device(batch.micro_batch(samples, multiple_of=multiple), old=old) for samples in mine)
         return self._run(
             forward_step_func=forward,
             data_iterator=micro_batches,
@@ -304,7 +309,27 @@ class MegatronTrainer:
             self._exporter = Exporter(self.model, self.bridge)
         return iter(self._exporter)
 
+    def save_hf(self, target: str | Path) -> None:
+        """Write the weights as a Hugging Face directory with tokenizer and chat template."""
+        save_hf(self.export(), self.hf_checkpoint, Path(target), write=self.layout.rank == 0)
+        if self.layout.world_size > 1:
+            dist.barrier()
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> None:
+        """Write weights, optimizer, scheduler and random state into a folder (see `state.py`)."""
+        self._state.save(Path(folder), {"steps_done": self.steps_done, "steps_skipped": self.steps_skipped})
+
+    def load(self, folder: str | Path) -> None:
+        """Go on from a folder that :meth:`save` wrote, at the same or another parallel layout.
+
+        Raises:
+            CheckpointError: files are missing or of another model.
+        """
+        counters = self._state.load(Path(folder))
+        self.steps_done, self.steps_skipped = counters["steps_done"], counters["steps_skipped"]
+
     def close(self) -> None:
         """Leave the process groups."""
         parallel.shutdown()
-

@@ -1,0 +1,231 @@
+"""The trainer's ranks as Ray actors. Each is one :class:`MegatronTrainer` and one end of weight sync.
+
+Every method of :class:`TrainActor` is collective: the driver calls it on all ranks at once and waits for all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.errors import AgentRLError, WeightSyncError
+
+if TYPE_CHECKING:
+    from agentrl.config.schema import Config
+    from agentrl.trainer.batch import TrainBatch
+
+START_TIMEOUT_S = 300.0
+"""Longest wait for rank 0's process to be there."""
+SENDER_METHODS = ("listen", "connect", "start", "broadcast", "checksums", "save", "drop", "abort")
+
+
+class TrainActor:
+    """One rank. Usable without Ray: it is an ordinary class until ``ray.remote`` wraps it.
+
+    Args:
+        rank, world_size: of this process.
+        hf_checkpoint: directory of the model.
+        options: keyword arguments of :class:`TrainerOptions`.
+        sender: keyword arguments of :class:`~agentrl.trainer.weight_sender.WeightSender`, save those that
+            follow from the model.
+        nodes: machines the ranks are on; with one, everything stays on the loopback interface.
+        log_file: where this process's log goes; None: standard error.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        hf_checkpoint: str,
+        options: Mapping[str, Any],
+        *,
+        sender: Mapping[str, Any] | None = None,
+        nodes: int = 1,
+        log_file: str | None = None,
+    ):
+        self.rank, self.world_size, self._nodes = rank, world_size, nodes
+        self._hf_checkpoint, self._options = hf_checkpoint, dict(options)
+        self._sender_options = dict(sender or {})
+        self._trainer: Any = None
+        self._listener: socket.socket | None = None
+        self._failure: Exception | None = None
+        self._sender: Any = None
+        _write_log_to(log_file, rank)
+
+    def address(self) -> tuple[str, int]:
+        """Rank 0: listen where the other ranks will meet this one; returns host and port."""
+        host = "127.0.0.1" if self._nodes == 1 else _node_address()
+        self._listener = socket.create_server((host, 0), backlog=1024)
+        return host, self._listener.getsockname()[1]
+
+    def start(self, master_addr: str, master_port: int) -> None:
+        """Join the other ranks and load the model. Heavy imports happen here."""
+        os.environ["OMP_NUM_THREADS"] = str(self._options.get("threads", 1))
+        try:
+            from agentrl.trainer.megatron.trainer import MegatronTrainer, TrainerOptions
+
+            self._trainer = MegatronTrainer(
+                self.rank,
+                self.world_size,
+                master_addr,
+                master_port,
+                self._hf_checkpoint,
+                TrainerOptions(**self._options),
+                listener=self._listener,
+            )
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def ready(self) -> bool:
+        """Returns once the model is loaded; raises what kept it from being so."""
+        if self._failure is not None:
+            raise self._failure
+        if self._trainer is None:
+            raise AgentRLError(f"trainer rank {self.rank} was asked to work before it was started")
+        return True
+
+    def train(self, batch: TrainBatch, *, num_steps: int = 1) -> dict[str, float]:
+        """See :meth:`MegatronTrainer.train`."""
+        return self._trainer.train(batch, num_steps=num_steps)
+
+    def log_probs(self, batch: TrainBatch, which: str = "actor") -> Any:
+        """See :meth:`MegatronTrainer.log_probs`; None on ranks other than 0."""
+        values = self._trainer.log_probs(batch, which)
+        return values if self.rank == 0 else None
+
+    def save(self, path: str) -> None:
+        """See :meth:`MegatronTrainer.save`."""
+        self._trainer.save(path)
+
+    def load(self, path: str) -> None:
+        """See :meth:`MegatronTrainer.load`."""
+        self._trainer.load(path)
+
+    def save_hf(self, path: str) -> None:
+        """See :meth:`MegatronTrainer.save_hf`."""
+        self._trainer.save_hf(path)
+
+    def sender(self, method: str, *args: Any) -> Any:
+        """Call a method of this rank's :class:`WeightSender`; the result counts on rank 0 only.
+
+        Raises:
+            WeightSyncError: ``method`` is not one of :data:`SENDER_METHODS`.
+        """
+        if method not in SENDER_METHODS:
+            raise WeightSyncError(f"a weight sender has no {method!r}; it has {', '.join(SENDER_METHODS)}")
+        if self._sender is None:
+            self._sender = self._make_sender()
+        result = getattr(self._sender, method)(*args)
+        return result if self.rank == 0 else None
+
+    def _make_sender(self) -> Any:
+        from agentrl.trainer.weight_sender import WeightSender
+
+        trainer, config = self._trainer, self._trainer.bridge.hf_config
+        return WeightSender(
+            trainer.export,
+            rank=self.rank,
+            backend="nccl" if trainer.device.type == "cuda" else "gloo",
+            tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+            num_kv_heads=getattr(config, "num_key_value_heads", None),
+            **self._sender_options,
+        )
+
+    def pid(self) -> int:
+        """Process id, for the warden."""
+        return os.getpid()
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        if self._sender is not None:
+            self._sender.abort()
+        if self._trainer is not None:
+            self._trainer.close()
+
+
+class RankSender:
+    """The weight sender of all ranks as the sync's state machine sees it (its ``Sender`` protocol).
+
+    Args:
+        ranks: handles of the Ray actors, in the order of their ranks.
+    """
+
+    def __init__(self, ranks: Sequence[Any]):
+        self._ranks = list(ranks)
+
+    def __getattr__(self, method: str) -> Any:
+        if method not in SENDER_METHODS:
+            raise AttributeError(method)
+
+        async def call(*args: Any) -> Any:
+            calls = [rank.sender.remote(method, *args) for rank in self._ranks]
+            return (await asyncio.gather(*(_awaited(c) for c in calls)))[0]
+
+        return call
+
+
+async def _awaited(ref: Any) -> Any:
+    return await ref
+
+
+def create_ranks(
+    cfg: Config, hf_checkpoint: str, placements: Sequence[Mapping[str, Any]], *, log_dir: str | Path | None = None
+) -> list[Any]:
+    """Start all ranks as Ray actors and have them form their world; returns at once but for rank 0's address.
+
+    Rank 0 chooses where the others meet it. The first call to a rank waits until its model is loaded.
+
+    Args:
+        cfg: the run's configuration.
+        hf_checkpoint: directory of the model.
+        placements: one dict of Ray actor options a rank.
+        log_dir: folder for ``trainer-<rank>.log``.
+    """
+    import ray
+
+    from agentrl.trainer.megatron.options import TrainerOptions
+
+    options = _plain(TrainerOptions.from_config(cfg))
+    sender = {"bucket_bytes": cfg.update_weight_buffer_size, "timeout": float(cfg.engine_timeout)}
+    actor = ray.remote(TrainActor)
+    ranks = [
+        actor.options(**placement).remote(
+            rank,
+            len(placements),
+            hf_checkpoint,
+            options,
+            sender=sender,
+            nodes=cfg.actor_num_nodes,
+            log_file=str(Path(log_dir) / f"trainer-{rank}.log") if log_dir else None,
+        )
+        for rank, placement in enumerate(placements)
+    ]
+    host, port = ray.get(ranks[0].address.remote(), timeout=START_TIMEOUT_S)
+    for rank in ranks:
+        rank.start.remote(host, port)
+    return ranks
+
+
+def _plain(options: Any) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in options.__dataclass_fields__}
+
+
+def _node_address() -> str:
+    import ray.util
+
+    return ray.util.get_node_ip_address()
+
+
+def _write_log_to(path: str | None, rank: int) -> None:
+    handler = logging.FileHandler(path, encoding="utf-8") if path else logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [rank {rank}] %(name)s: %(message)s"))
+    logger = logging.getLogger("agentrl")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)

@@ -1,0 +1,82 @@
+"""The schedule's invariants, for any lengths."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.errors import ConfigError
+from agentrl.trainer.packing import schedule
+
+lengths = st.lists(st.integers(1, 300), min_size=1, max_size=60)
+
+
+@settings(max_examples=150, deadline=None)
+@given(lengths, st.integers(1, 5), st.integers(1, 400))
+def test_every_sample_once_and_ranks_alike(sizes, dp, limit):
+    (step,) = schedule(sizes, dp=dp, max_tokens=limit)
+    assert step.samples == list(range(len(sizes)))
+    assert len(step.ranks) == dp
+    assert {len(rank) for rank in step.ranks} == {step.num_micro_batches}
+    for rank in step.ranks:
+        for batch in rank:
+            assert sum(sizes[i] for i in batch) <= limit or len(batch) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths, st.integers(1, 4), st.integers(1, 8))
+def test_micro_batch_size_limits_samples(sizes, dp, limit):
+    (step,) = schedule(sizes, dp=dp, micro_batch_size=limit)
+    assert step.samples == list(range(len(sizes)))
+    assert {len(rank) for rank in step.ranks} == {step.num_micro_batches}
+    assert all(len(batch) <= limit for rank in step.ranks for batch in rank)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=50), st.integers(1, 4), st.data())
+def test_a_trajectory_is_never_cut_by_steps(keys, dp, data):
+    steps = data.draw(st.integers(1, len(set(keys))))
+    plan = schedule([7] * len(keys), dp=dp, max_tokens=50, num_steps=steps, keys=keys)
+    assert len(plan) == steps
+    assert sorted(i for step in plan for i in step.samples) == list(range(len(keys)))
+    seen = [{keys[i] for i in step.samples} for step in plan]
+    assert all(seen)
+    assert sum(len(s) for s in seen) == len(set(keys))
+    counts = [len(s) for s in seen]
+    assert max(counts) - min(counts) <= 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(50, 250), min_size=64, max_size=200), st.integers(2, 4))
+def test_ranks_are_balanced(sizes, dp):
+    (step,) = schedule(sizes, dp=dp, max_tokens=2000)
+    loads = [sum(sizes[i] for batch in rank for i in batch) for rank in step.ranks]
+    assert max(loads) <= 1.05 * sum(loads) / dp
+
+
+def test_fewer_samples_than_ranks_leave_empty_micro_batches():
+    (step,) = schedule([5, 6], dp=4, max_tokens=100)
+    assert [len(batch) for rank in step.ranks for batch in rank].count(0) == 2
+
+
+def test_as_few_micro_batches_as_needed():
+    (step,) = schedule([10] * 10, dp=1, max_tokens=50)
+    assert step.num_micro_batches == 2
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [
+        ({"lengths": [], "max_tokens": 5}, "nothing to train on"),
+        ({"lengths": [3, 0], "max_tokens": 5}, "nothing to train on"),
+        ({"lengths": [3], "max_tokens": 0}, "at least 1"),
+        ({"lengths": [3]}, "max-tokens-per-gpu"),
+        ({"lengths": [3], "max_tokens": 5, "num_steps": 2}, "num-steps-per-rollout"),
+        ({"lengths": [3], "max_tokens": 5, "keys": ["a", "b"]}, "keys"),
+    ],
+)
+def test_errors_name_what_is_wrong(kwargs, text):
+    sizes = kwargs.pop("lengths")
+    with pytest.raises(ConfigError, match=text):
+        schedule(sizes, **kwargs)
