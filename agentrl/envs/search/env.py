@@ -53,8 +53,8 @@ class SearchTool(Tool):
         self.retriever = retriever
         self.topk = topk
         self.show = show
-        # The retriever keeps its own deadline and knows whose fault it is when that passes.
-        self.timeout = retriever.patience + 10.0
+        # A retriever with a deadline of its own knows whose fault it is when that passes: leave it the time.
+        self.timeout = None if retriever.patience is None else retriever.patience + 5.0
 
     async def __call__(self, query: str) -> ToolResult:
         """Args:

@@ -23,8 +23,8 @@ class Retriever(Protocol):
 
     quick: bool
     """Whether a search is so short (under a millisecond) that it may run on an event loop."""
-    patience: float
-    """Seconds after which a search has raised, if it has not returned."""
+    patience: float | None
+    """Seconds after which a search that has not returned has raised; None where nothing is waited for."""
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """At most ``topk`` hits a query, best first.
@@ -41,7 +41,7 @@ class LocalRetriever:
     def __init__(self, index: Index) -> None:
         self._index = index
         self.quick = len(index) <= 100_000
-        self.patience = 60.0
+        self.patience = None
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """At most ``topk`` hits a query, best first."""

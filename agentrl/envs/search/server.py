@@ -215,6 +215,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(1024)  # from here on requests wait instead of being refused
     except (OSError, OverflowError) as error:
         listener.close()
         raise ConfigError(
