@@ -199,10 +199,13 @@ class EngineClient:
 
         body = {"input_ids": ids, "sampling_params": request_fields(params), "return_logprob": True, "rid": rid}
         payload = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        delay = self._backoff
+        delay, reason = self._backoff, "no time left to ask"
         while True:
+            seconds = min(self._attempt_timeout, deadline - time.monotonic())
+            if seconds <= 0:
+                raise self._no_answer(timeout, reason)
             try:
-                return _parse(await self._post(payload, self._key(key), deadline), len(ids), params.max_new_tokens)
+                return _parse(await self._post(payload, self._key(key), seconds), len(ids), params.max_new_tokens)
             except _Retryable as error:
                 reason = str(error)
             self.counters.retries += 1
@@ -213,13 +216,10 @@ class EngineClient:
             body["rid"] = uuid.uuid4().hex
             payload = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
-    async def _post(self, payload: bytes, key: str, deadline: float) -> bytes:
+    async def _post(self, payload: bytes, key: str, seconds: float) -> bytes:
         import aiohttp
 
         session = self._session or self._open()
-        seconds = min(self._attempt_timeout, deadline - time.monotonic())
-        if seconds <= 0:
-            raise _Retryable("no time left")
         try:
             return await self._exchange(session, payload, key, seconds)
         except TimeoutError:
@@ -243,11 +243,14 @@ class EngineClient:
     async def _pause(self, delay: float, deadline: float, timeout: float, reason: str) -> None:
         delay *= random.uniform(0.5, 1.0)
         if time.monotonic() + delay >= deadline:
-            raise EngineError(
-                f"{self._url} gave no answer within {timeout:.0f} s; last: {reason}. "
-                f"See the engine's log; a longer deadline is --engine-timeout"
-            )
+            raise self._no_answer(timeout, reason)
         await asyncio.sleep(delay)
+
+    def _no_answer(self, timeout: float, reason: str) -> EngineError:
+        return EngineError(
+            f"{self._url} gave no answer within {timeout:g} s; last: {reason}. "
+            f"See the engine's log; a longer deadline is --engine-timeout"
+        )
 
     def _open(self) -> Any:
         import aiohttp

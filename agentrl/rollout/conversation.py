@@ -64,6 +64,7 @@ class Turn:
     message: Message
     finish_reason: str
     tokens: np.ndarray  # int32 [n]
+    cut_short: StopReason | None = None  # the budget that ended it before the model did
 
 
 class Conversation:
@@ -97,7 +98,8 @@ class Conversation:
         self._tools: list[dict[str, Any]] | None = None
         self._stop: tuple[str, ...] = ()
         self._observed = 0
-        self._last: Turn | None = None
+        self._last: Turn | None = None  # the turn that the next observation follows
+        self.last_turn: Turn | None = None
         self._earlier: tuple[str, ...] | None = None
 
     @property
@@ -166,7 +168,11 @@ class Conversation:
         parsed = self._parser.parse(text)
         message = self._chat.history_message(text, parsed, self._parser.name)
         self.messages.append(message)
-        self._last = Turn(text, parsed, message, generation.finish_reason, generation.tokens)
+        cut_short = None
+        if generation.finish_reason == "length":
+            cut_short = StopReason.MAX_CONTEXT if budget == room else StopReason.MAX_TOKENS
+        turn = Turn(text, parsed, message, generation.finish_reason, generation.tokens, cut_short)
+        self._last = self.last_turn = turn
         self.turns.append(
             {
                 "prompt_tokens": len(prompt),
@@ -176,14 +182,7 @@ class Conversation:
                 "engine_seconds": seconds,
             }
         )
-        return self._last
-
-    def cut_short(self, turn: Turn) -> StopReason | None:
-        """The budget that ended ``turn`` before the model did; None when it ended by itself."""
-        if turn.finish_reason != "length":
-            return None
-        full = len(self._ledger) >= self._limits.max_context_len
-        return StopReason.MAX_CONTEXT if full else StopReason.MAX_TOKENS
+        return turn
 
     def observe(self, messages: Sequence[Message]) -> None:
         """Append an observation (mask 0) and open the next turn.

@@ -11,17 +11,20 @@ import asyncio
 import math
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from agentrl.errors import ConfigError, InfraError, LedgerError
+from agentrl.errors import ConfigError, EnvError, InfraError, LedgerError
 from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.client import PolicyClient
-from agentrl.rollout.conversation import Conversation, EpisodeEnd, EpisodeLimits
+from agentrl.rollout.conversation import Conversation, EpisodeEnd, EpisodeLimits, Turn
+from agentrl.rollout.generate_hook import GenerateContext, GenerateFunction
 from agentrl.tools.parsers import get_parser
+from agentrl.tools.threads import run_blocking
 from agentrl.types import Message, Outcome, SamplingParams, StopReason, Task, Trajectory
 
-__all__ = ["EpisodeLimits", "run_episode"]
+__all__ = ["Episode", "EpisodeLimits", "run_episode"]
 
 _STEP_KEYS = frozenset({"messages", "tools", "stop", "stop_reason", "rewards", "success", "tool_calls"})
 
@@ -36,23 +39,25 @@ async def run_episode(
     limits: EpisodeLimits,
     trajectory_id: str,
     group_id: str,
+    generate: GenerateFunction | None = None,
 ) -> Trajectory:
     """Play ``task`` in ``env`` to its end.
 
     Args:
         env: an :class:`agentrl.Env`, or any Gymnasium environment from text to text. It is neither closed
-            nor left reset; after an infra error it should not be used again.
+            nor left reset; after an infra error or a timeout it should not be used again.
         task: seed and options of the reset.
         params: sampling; ``max_new_tokens`` is a further cap on each turn.
+        generate: takes the place of the loop, see :mod:`agentrl.rollout.generate_hook`.
 
     Raises:
         ConfigError: no parser for the model's call format.
         asyncio.CancelledError: the caller gave up.
     """
-    run = _Run(env, task, client, chat, params, limits, trajectory_id)
+    episode = Episode(env, task, client, chat, params, limits, trajectory_id)
     reason, error, retryable = StopReason.DONE, None, True
     try:
-        reason = await run.play()
+        reason = await (episode.play() if generate is None else episode.play_custom(generate))
     except EpisodeEnd as end:
         reason, error, retryable = end.reason, end.error, end.retryable
     except (LedgerError, ConfigError):
@@ -61,11 +66,11 @@ async def run_episode(
         reason, error = StopReason.TOOL_ERROR, describe(problem)
     except Exception as problem:  # an environment may raise anything; it becomes data
         reason, error = StopReason.ENV_ERROR, describe(problem)
-    return run.trajectory(group_id, reason, error, retryable)
+    return episode.trajectory(group_id, reason, error, retryable)
 
 
-class _Run:
-    """State of one episode."""
+class Episode:
+    """State of one episode; what the loop and custom generate functions share."""
 
     def __init__(
         self,
@@ -77,7 +82,7 @@ class _Run:
         limits: EpisodeLimits,
         trajectory_id: str,
     ) -> None:
-        self._env, self._task, self._limits = env, task, limits
+        self.env, self.task, self.limits = env, task, limits
         self._trajectory_id = trajectory_id
         self._started = time.monotonic()
         self._env_seconds = 0.0
@@ -86,6 +91,7 @@ class _Run:
         self._tool_calls: list[dict[str, Any]] = []
         self._success: bool | None = None
         self._info: dict[str, Any] = {}
+        self._end: EpisodeEnd | None = None
         call_format = getattr(env, "call_format", "auto")
         if call_format == "auto":
             call_format = chat.call_format
@@ -103,29 +109,89 @@ class _Run:
 
     async def play(self) -> StopReason:
         """Turns until the task, a budget or a failure ends it."""
-        conversation, limits = self.conversation, self._limits
-        options = {"split": self._task.split, **self._task.options}
-        observation, info = await self._call("reset", seed=self._task.seed, options=options)
-        self._keep(info)
+        observation, info = await self.reset()
         messages = info.get("messages") or [Message(role="user", content=observation)]
-        conversation.prompt(messages, info.get("tools") or None, tuple(info.get("stop") or ()))
+        self.prompt(messages, info.get("tools") or None, tuple(info.get("stop") or ()))
         while True:
-            turn = await conversation.generate()
-            cut = conversation.cut_short(turn)
-            if cut is not None:
-                return cut
-            before = self._env_seconds
-            observation, reward, terminated, truncated, info = await self._call("step", turn.text)
-            conversation.turns[-1]["env_seconds"] = self._env_seconds - before
-            self._turn_rewards.append(checked_reward(reward))
-            self._keep(info)
+            turn = await self.generate()
+            if turn.cut_short is not None:
+                return turn.cut_short
+            observation, _, terminated, truncated, info = await self.step(turn.text)
             if terminated or truncated:
                 return _stop_reason(info.get("stop_reason"), terminated)
-            if limits.max_turns is not None and conversation.num_turns >= limits.max_turns:
-                return StopReason.MAX_TURNS
-            if time.monotonic() - self._started >= limits.timeout_s:
-                return StopReason.TIMEOUT
-            conversation.observe(info.get("messages") or [Message(role="user", content=observation)])
+            self.observe(info.get("messages") or [Message(role="user", content=observation)])
+
+    async def play_custom(self, generate: GenerateFunction) -> StopReason:
+        """A custom generate function in the place of :meth:`play`."""
+        context = GenerateContext(self)
+        clock = asyncio.timeout(self.limits.timeout_s)
+        try:
+            async with clock:
+                returned = await _contained(generate(context))
+        except TimeoutError:
+            if clock.expired():
+                raise EpisodeEnd(StopReason.TIMEOUT) from None
+            raise
+        if self._end is not None:  # the function caught what ended its episode
+            raise self._end
+        last = self.conversation.last_turn
+        if last is None:
+            raise EnvError("the custom generate function returned without sampling; call ctx.generate()")
+        reward = returned if returned is not None else context.reward
+        if reward is not None:
+            self._turn_rewards = [checked_reward(reward)]
+        self._keep({"rewards": context.rewards, "success": context.success})
+        return last.cut_short or StopReason.DONE
+
+    def prompt(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, stop: Sequence[str]) -> None:
+        """Open the conversation."""
+        with self._noting_the_end():
+            self.conversation.prompt(messages, tools, stop)
+
+    async def generate(self) -> Turn:
+        """Sample one turn, within the budgets of turns and wall time."""
+        with self._noting_the_end():
+            self._check_budgets()
+            return await self.conversation.generate()
+
+    def observe(self, messages: Sequence[Message]) -> None:
+        """Append an observation, if another turn may follow it."""
+        with self._noting_the_end():
+            self._check_budgets()
+            self.conversation.observe(messages)
+
+    def _check_budgets(self) -> None:
+        limit = self.limits.max_turns
+        if limit is not None and self.conversation.num_turns >= limit:
+            raise EpisodeEnd(StopReason.MAX_TURNS)
+        if time.monotonic() - self._started >= self.limits.timeout_s:
+            raise EpisodeEnd(StopReason.TIMEOUT)
+
+    @contextmanager
+    def _noting_the_end(self) -> Iterator[None]:
+        try:
+            yield
+        except EpisodeEnd as end:
+            self._end = end
+            raise
+
+    async def reset(self) -> tuple[str, dict[str, Any]]:
+        """Reset the environment to the task."""
+        options = {"split": self.task.split, **self.task.options}
+        observation, info = await self._call("reset", seed=self.task.seed, options=options)
+        self._keep(info)
+        return observation, info
+
+    async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Step the environment and keep what it said."""
+        before = self._env_seconds
+        observation, reward, terminated, truncated, info = await self._call("step", action)
+        if self.conversation.turns:
+            self.conversation.turns[-1]["env_seconds"] = self._env_seconds - before
+        reward = checked_reward(reward)
+        self._turn_rewards.append(reward)
+        self._keep(info)
+        return observation, reward, terminated, truncated, info
 
     def trajectory(self, group_id: str, reason: StopReason, error: str | None, retryable: bool) -> Trajectory:
         """The finished record."""
@@ -139,7 +205,7 @@ class _Run:
         return Trajectory(
             trajectory_id=self._trajectory_id,
             group_id=group_id,
-            task=self._task,
+            task=self.task,
             segments=conversation.segments(),
             messages=conversation.messages,
             reward=math.fsum(self._turn_rewards),
@@ -175,20 +241,21 @@ class _Run:
         Raises:
             EpisodeEnd: TIMEOUT when the episode's time ran out in a step, ENV_ERROR when the call itself hangs.
         """
-        left = self._started + self._limits.timeout_s - time.monotonic()
-        seconds = min(self._limits.step_timeout_s, left)
+        left = self._started + self.limits.timeout_s - time.monotonic()
+        seconds = min(self.limits.step_timeout_s, left)
         started = time.monotonic()
         try:
             async with asyncio.timeout(max(seconds, 0.001)) as clock:
-                return await _guarded(_entry_point(self._env, name)(*args, **kwargs))
+                return await _contained(_entry_point(self.env, name)(*args, **kwargs))
         except TimeoutError:
             if not clock.expired():
                 raise  # the environment's own
             if name == "step" and seconds == left:
-                raise EpisodeEnd(StopReason.TIMEOUT) from None
-            raise EpisodeEnd(
-                StopReason.ENV_ERROR, f"{type(self._env).__name__}.{name} did not return within {seconds:.1f} s"
-            ) from None
+                self._end = EpisodeEnd(StopReason.TIMEOUT)
+            else:
+                text = f"{type(self.env).__name__}.{name} did not return within {seconds:.1f} s"
+                self._end = EpisodeEnd(StopReason.ENV_ERROR, text)
+            raise self._end from None
         finally:
             self._env_seconds += time.monotonic() - started
 
@@ -224,14 +291,14 @@ def _entry_point(env: Any, name: str) -> Callable[..., Awaitable[Any]]:
     if coroutine_function is not None:
         return coroutine_function
 
-    async def in_thread(*args: Any, **kwargs: Any) -> Any:
-        return await asyncio.to_thread(getattr(env, name), *args, **kwargs)
+    def in_thread(*args: Any, **kwargs: Any) -> Awaitable[Any]:
+        return run_blocking(getattr(env, name), *args, **kwargs)
 
     return in_thread
 
 
-async def _guarded(call: Awaitable[Any]) -> Any:
-    """``call``, with the two ways in which an environment could take the whole loop down made ordinary."""
+async def _contained(call: Awaitable[Any]) -> Any:
+    """``call``, with the two ways in which user code could take the whole loop down made ordinary."""
     try:
         return await call
     except SystemExit as error:

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
-from conftest import CONTROLS, MARKUP, TOOLS, TRIMMING
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollout_cases import CONTROLS, MARKUP, TOOLS, TRIMMING
 
 from agentrl.errors import ConfigError, EnvError
 from agentrl.rollout.chat import ChatTemplate

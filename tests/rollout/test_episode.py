@@ -4,41 +4,12 @@ import time
 
 import numpy as np
 import pytest
-from conftest import TOOLS
+from rollout_cases import CALL, TASK, THOUGHT, TOOLS, LookUp
 
 from agentrl.errors import ConfigError, EngineError, EnvError, InfraError, LedgerError
 from agentrl.rollout.episode import EpisodeLimits, checked_reward, run_episode
 from agentrl.rollout.scripted import ScriptedClient
-from agentrl.types import Generation, Outcome, SamplingParams, StopReason, Task
-
-CALL = 'I look.\n<tool_call>\n{"name": "search", "arguments": {"query": "it"}}\n</tool_call>'
-THOUGHT = "<think>\nhm\n</think>\n\n" + CALL
-TASK = Task("train/3", seed=3, options={"index": 3})
-
-
-class LookUp:
-    """Ends with reward 1 after ``steps`` observations. Any of the parts can be replaced."""
-
-    call_format = "auto"
-
-    def __init__(self, steps=2, observation="Ann", role="tool", **parts):
-        self.steps, self.observation, self.role = steps, observation, role
-        self.prompt = "who wrote it?"
-        self.actions, self.reset_with = [], None
-        self.__dict__.update(parts)
-
-    async def areset(self, *, seed=None, options=None):
-        self.reset_with = (seed, options)
-        self.actions = []
-        messages = [{"role": "user", "content": self.prompt}]
-        return self.prompt, {"task_id": "train/3", "messages": messages, "tools": TOOLS}
-
-    async def astep(self, action):
-        self.actions.append(action)
-        if len(self.actions) > self.steps:
-            return "", 1.0, True, False, {"success": True, "rewards": {"match": 1.0}, "stop_reason": "done"}
-        new = [{"role": self.role, "content": self.observation}]
-        return self.observation, 0.0, False, False, {"messages": new, "tool_calls": [{"name": "search"}]}
+from agentrl.types import Generation, Outcome, SamplingParams, StopReason
 
 
 def play(run, env, chat, script=(CALL, CALL, "Ann."), *, client=None, params=None, timeout=20.0, **limits):

@@ -1,0 +1,240 @@
+"""Plays groups of episodes: bounded concurrency, a pool of environments, retries of what was nobody's fault."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from agentrl.errors import ConfigError
+from agentrl.rollout.chat import ChatTemplate
+from agentrl.rollout.client import PolicyClient
+from agentrl.rollout.conversation import EpisodeLimits
+from agentrl.rollout.episode import describe, run_episode
+from agentrl.rollout.generate_hook import GenerateFunction, load_generate_function
+from agentrl.rollout.sampling import checked
+from agentrl.tools.threads import run_blocking
+from agentrl.types import Group, Outcome, SamplingParams, StopReason, Task, Trajectory
+
+log = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 10.0
+_MAKE_SECONDS = 300.0
+
+
+@dataclass
+class RunnerCounters:
+    """Totals since the runner was made; seconds are summed over concurrent episodes."""
+
+    episodes: int = 0
+    retries: int = 0
+    infra_errors: int = 0
+    envs_made: int = 0
+    engine_seconds: float = 0.0
+    env_seconds: float = 0.0
+    encode_seconds: float = 0.0
+
+
+class EpisodeRunner:
+    """Plays episodes of one environment with one policy.
+
+    Args:
+        make_env: makes an environment; called at most ``concurrency`` times save for replacements.
+        concurrency: episodes at once.
+        max_retries: further attempts for an episode that ended in an infra error.
+        generate: a custom generate function or its name, see :mod:`agentrl.rollout.generate_hook`.
+    """
+
+    def __init__(
+        self,
+        make_env: Callable[[], Any],
+        client: PolicyClient,
+        chat: ChatTemplate,
+        params: SamplingParams,
+        limits: EpisodeLimits,
+        concurrency: int,
+        *,
+        max_retries: int = 2,
+        generate: str | GenerateFunction | None = None,
+    ) -> None:
+        if concurrency < 1:
+            raise ConfigError(f"concurrency is {concurrency}; it must be at least 1")
+        self._make_env, self._client, self._chat = make_env, client, chat
+        self._params, self._limits = checked(params), limits
+        self._generate = load_generate_function(generate)
+        self._max_retries = max_retries
+        self._slots = asyncio.Semaphore(concurrency)
+        self._idle: list[Any] = []
+        self._lag = LoopLag()
+        self._closed = False
+        self.counters = RunnerCounters()
+
+    async def run_group(
+        self,
+        task: Task,
+        n: int,
+        group_id: str,
+        *,
+        on_trajectory: Callable[[Trajectory], None] | None = None,
+    ) -> Group:
+        """``n`` episodes of ``task``, in the order of their ids ``{group_id}-{i:03d}``.
+
+        Trajectories that still are infra errors after the retries are in the group, with their outcome:
+        the caller drops them.
+
+        Args:
+            on_trajectory: called with each trajectory as it ends, in any order.
+
+        Raises:
+            LedgerError: a defect of ours; the other episodes of the group are cancelled.
+        """
+        if self._closed:
+            raise ConfigError("the runner is closed; make a new one")
+        self._lag.start()
+
+        async def one(index: int) -> Trajectory:
+            async with self._slots:
+                trajectory = await self._play(task, f"{group_id}-{index:03d}", group_id)
+            if on_trajectory is not None:
+                on_trajectory(trajectory)
+            return trajectory
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(one(i)) for i in range(n)]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return Group(group_id, task, [t.result() for t in running])
+
+    async def close(self) -> None:
+        """Close the idle environments. Call it when no group is running."""
+        self._closed = True
+        await self._lag.stop()
+        idle, self._idle = self._idle, []
+        await asyncio.gather(*(self._close_env(env) for env in idle))
+
+    def metrics(self) -> dict[str, float]:
+        """The counters and the event loop's lag (seconds), as one flat dict."""
+        return {**asdict(self.counters), **self._lag.metrics()}
+
+    async def _play(self, task: Task, trajectory_id: str, group_id: str) -> Trajectory:
+        """One episode, with its retries."""
+        for attempt in range(self._max_retries + 1):
+            if attempt:
+                self.counters.retries += 1
+                await asyncio.sleep(0.2 * 2**attempt * random.uniform(0.5, 1.0))
+            trajectory = await self._attempt(task, trajectory_id, group_id)
+            trajectory.info["attempt"] = attempt
+            self.counters.engine_seconds += trajectory.timings["engine"]
+            self.counters.env_seconds += trajectory.timings["env"]
+            self.counters.encode_seconds += trajectory.timings["encode"]
+            if trajectory.outcome is not Outcome.INFRA_ERROR or not trajectory.info["retryable"]:
+                break
+            log.info("episode %s, attempt %d: %s", trajectory_id, attempt, trajectory.error)
+        self.counters.episodes += 1
+        self.counters.infra_errors += trajectory.outcome is Outcome.INFRA_ERROR
+        return trajectory
+
+    async def _attempt(self, task: Task, trajectory_id: str, group_id: str) -> Trajectory:
+        try:
+            env = self._idle.pop() if self._idle else await self._new_env()
+        except ConfigError:
+            raise
+        except Exception as error:  # a constructor is user code too
+            return _unstarted(task, trajectory_id, group_id, f"the environment could not be made: {describe(error)}")
+        reusable = False
+        try:
+            trajectory = await run_episode(
+                env,
+                task,
+                client=self._client,
+                chat=self._chat,
+                params=self._params,
+                limits=self._limits,
+                trajectory_id=trajectory_id,
+                group_id=group_id,
+                generate=self._generate,
+            )
+            # A step that did not return may still be running in the environment.
+            broken = (StopReason.ENV_ERROR, StopReason.TOOL_ERROR, StopReason.TIMEOUT)
+            reusable = trajectory.stop_reason not in broken and not self._closed
+            return trajectory
+        finally:
+            if reusable:
+                self._idle.append(env)
+            else:
+                await self._close_env(env)
+
+    async def _new_env(self) -> Any:
+        async with asyncio.timeout(_MAKE_SECONDS):
+            env = await run_blocking(self._make_env)
+        self.counters.envs_made += 1
+        return env
+
+    async def _close_env(self, env: Any) -> None:
+        """Close, in a thread if it blocks; what goes wrong is logged, since nothing depends on it any more."""
+        close = getattr(env, "aclose", None)
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await (close() if close is not None else run_blocking(env.close))
+        except Exception as error:  # user code
+            log.warning("closing %s: %s", type(env).__name__, describe(error))
+
+
+class LoopLag:
+    """Samples by how much the event loop is late: a blocking call in it holds up every episode."""
+
+    def __init__(self, interval: float = 0.1, samples: int = 3000) -> None:
+        self._interval = interval
+        self._samples: deque[float] = deque(maxlen=samples)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start sampling; does nothing when it runs already."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._sample())
+
+    async def stop(self) -> None:
+        """Stop sampling; the samples stay."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds, over the last samples."""
+        if not self._samples:
+            return {"event_loop_lag_p99": 0.0, "event_loop_lag_max": 0.0}
+        samples = np.array(self._samples)
+        return {
+            "event_loop_lag_p99": float(np.percentile(samples, 99)),
+            "event_loop_lag_max": float(samples.max()),
+        }
+
+    async def _sample(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + self._interval
+            await asyncio.sleep(self._interval)
+            self._samples.append(max(0.0, loop.time() - due))
+
+
+def _unstarted(task: Task, trajectory_id: str, group_id: str, error: str) -> Trajectory:
+    return Trajectory(
+        trajectory_id=trajectory_id,
+        group_id=group_id,
+        task=task,
+        segments=[],
+        messages=[],
+        stop_reason=StopReason.ENV_ERROR,
+        error=error,
+        info={"turns": [], "retryable": True},
+        timings={"total": 0.0, "engine": 0.0, "env": 0.0, "encode": 0.0},
+    )
