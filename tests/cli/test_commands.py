@@ -1,0 +1,74 @@
+import sys
+import types
+
+import pytest
+
+from agentrl.cli.main import main
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Replace ``module.function`` by a recorder of its calls."""
+
+    def install(module_name, function):
+        calls = []
+        module = types.ModuleType(module_name)
+        setattr(module, function, lambda *args, **kwargs: calls.append((args, kwargs)))
+        monkeypatch.setitem(sys.modules, module_name, module)
+        return calls
+
+    return install
+
+
+def test_eval(called, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    calls = called("agentrl.evaluation.run", "evaluate")
+    assert main(["eval", "--env", "search", "--hf-checkpoint", str(tmp_path), "--limit", "9", "--split", "train"]) == 0
+    ((config,), _) = calls[0]
+    assert (config.eval_tasks, config.split) == (9, "train")
+
+
+def test_export(called, capsys):
+    calls = called("agentrl.trainer.export", "export")
+    assert main(["export", "--run", "runs/x", "--output-dir", "out", "--step", "4"]) == 0
+    assert calls == [(("runs/x", "out"), {"step": 4})]
+    assert main(["export", "--run", "runs/x"]) == 2
+    assert "--output-dir" in capsys.readouterr().err
+
+
+def test_serve_retriever(called, capsys):
+    calls = called("agentrl.envs.search.server", "serve")
+    assert main(["serve-retriever", "--corpus", "c.jsonl", "--port", "0", "--topk", "5"]) == 0
+    assert calls == [(("c.jsonl", None, "127.0.0.1", 0), {"topk": 5, "world_seed": 0, "dense_model": None})]
+    assert main(["serve-retriever", "--port", "70000"]) == 2
+    assert "from 0 to 65535, got 70000" in capsys.readouterr().err
+    assert main(["serve-retriever", "--copus", "c"]) == 2
+    assert "--corpus" in capsys.readouterr().err
+
+
+def test_env_list_names_the_search_environment(capsys):
+    assert main(["env", "list"]) == 0
+    assert "search" in capsys.readouterr().out.split()
+
+
+def test_env_show_describes_one(capsys):
+    assert main(["env", "show", "search", "--env-arg", "topk=2"]) == 0
+    out = capsys.readouterr().out
+    assert "split train:" in out and "split test:" in out and "tool search(query" in out and "[user]" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["env"], "`list` or `show NAME`"),
+        (["env", "shwo"], "'shwo'"),
+        (["env", "show"], "name of an environment"),
+        (["env", "list", "x"], "'x'"),
+        (["env", "show", "serch"], "search"),
+        (["env", "show", "search", "--env-arg"], "--env-arg"),
+        (["env", "show", "search", "--topk=2"], "--env-arg KEY=VALUE"),
+    ],
+)
+def test_wrong_use_of_env(words, part, capsys):
+    assert main(words) == 2
+    assert part in capsys.readouterr().err
