@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import PurePath
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -32,9 +31,9 @@ class DataSource(Protocol):
 def env_label(spec: str) -> str:
     """Short name of an environment spec for ids and folders, the same on every machine.
 
-    ``search`` stays; ``path/to/file.py:MyEnv`` and ``pkg.module:MyEnv`` become ``MyEnv``.
+    ``search`` stays; ``path/to/file.py:MyEnv`` and ``pkg.module:MyEnv`` become ``MyEnv``, ``agentrl/search-v0`` ``search-v0``.
     """
-    label = spec.rpartition(":")[2] or PurePath(spec).stem
+    label = spec.rpartition(":")[2].rpartition("/")[2]
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in label).strip("-.") or "env"
 
 
