@@ -6,9 +6,11 @@ of its own beyond rich's refresh (four times a second at most), because two core
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -40,6 +42,12 @@ def clock(seconds: float) -> str:
     seconds = int(max(seconds, 0))
     hours, minutes = divmod(seconds // 60, 60)
     return f"{hours}:{minutes:02d}:{seconds % 60:02d}" if hours else f"{minutes}:{seconds % 60:02d}"
+
+
+def shown(path: Path) -> str:
+    """A path as a person would type it from here."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
 
 
 class Progress:
@@ -104,6 +112,14 @@ class Progress:
         """A held-out evaluation is over."""
         self.success.append((step, success))
         self.log(Text(f"[{clock(self.elapsed)}] {line}", style="bold"))
+
+    def counted(self, done: int, total: int) -> None:
+        """How many episodes of the stage at hand have ended."""
+        self.detail = f"{done} of {total} episodes" if total else ""
+
+    def first_episode(self, trajectory: Trajectory) -> None:
+        """Show the first episode of the run, as soon as there is one."""
+        self.log(episode_panel(trajectory, f"the first episode, {clock(self.elapsed)} after the start"))
 
     def time_left(self) -> float | None:
         """Seconds to the last step at the pace so far, or None before the first."""

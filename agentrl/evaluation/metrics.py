@@ -49,22 +49,6 @@ class EvalSummary:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def scalars(self) -> dict[str, float]:
-        """Flat metrics for TensorBoard and ``metrics.jsonl``, named ``eval/<set>/<metric>``."""
-        values = {
-            "success": self.success.mean,
-            "success_low": self.success.low,
-            "success_high": self.success.high,
-            "reward": self.reward.mean,
-            "turns": self.turns,
-            "tool_calls": self.tool_calls,
-            "tokens": self.tokens,
-            "truncation_rate": self.truncation_rate,
-            "errors": float(self.errors),
-            "seconds": self.seconds,
-        }
-        return {f"eval/{self.name}/{key}": value for key, value in values.items()}
-
 
 def wilson(successes: int, n: int) -> tuple[float, float]:
     """95 % score interval of a proportion (Wilson 1927): right near 0 and 1 where the normal one is not."""

@@ -50,4 +50,3 @@ def test_without_a_success_flag_a_positive_reward_counts():
 def test_no_episode_at_all_is_nan_not_zero():
     summary = summarize("x", "test", [trajectory("a", None, stop=StopReason.ENV_ERROR)], 1.0)
     assert math.isnan(summary.success.mean)
-    assert "eval/x/success" in summary.scalars()

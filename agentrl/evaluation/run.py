@@ -1,0 +1,148 @@
+"""``agentrl eval``: held-out tasks with a model, on engines of its own. Needs no Ray, no Megatron, no torch here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from agentrl.config.schema import EvalConfig
+from agentrl.data.files import JsonLines, write_text
+from agentrl.data.records import to_record
+from agentrl.data.rundir import RunDir
+from agentrl.errors import AgentRLError
+from agentrl.evaluation.heldout import HeldOutSet, held_out_sets, run_set
+from agentrl.evaluation.metrics import EvalSummary
+from agentrl.progress import Progress, shown
+from agentrl.rollout.setup import engine_spec, episode_limits, eval_params
+from agentrl.types import Trajectory
+from agentrl.warden import Warden
+
+
+def evaluate(cfg: EvalConfig) -> dict[str, EvalSummary]:
+    """Evaluate and report; returns the summaries by set name.
+
+    Writes ``summary.json`` and ``trajectories.jsonl`` (one line an episode, written as it ends) into the
+    run folder.
+
+    Raises:
+        AgentRLError: with one message for a person; no process is left by then.
+    """
+    model = model_folder(cfg)
+    sets = held_out_sets(cfg, split=cfg.split)
+    with RunDir.create(cfg) as run, Progress(f"agentrl eval · {run.path.name}", 0) as progress, Warden():
+        progress.log(Text(f"run folder  {run.path}\nmodel       {model}"))
+        summaries = asyncio.run(_evaluate(cfg, model, sets, run, progress))
+        write_text(
+            run.path / "summary.json",
+            json.dumps({name: summary.to_dict() for name, summary in summaries.items()}, indent=2) + "\n",
+        )
+        progress.log(summary_table(summaries))
+        progress.log(Text(f"every episode is in {shown(run.path / 'trajectories.jsonl')}"))
+    return summaries
+
+
+def model_folder(cfg: EvalConfig) -> str:
+    """The HF folder to serve: ``--hf-checkpoint``, or that of the newest checkpoint of ``--run``.
+
+    Raises:
+        CheckpointError: the run has no complete checkpoint.
+    """
+    if cfg.run is None:
+        return str(cfg.hf_checkpoint)
+    from agentrl.trainer.checkpoint import CheckpointStore
+
+    return str(CheckpointStore.open_run(cfg.run).hf_folder)
+
+
+async def _evaluate(
+    cfg: EvalConfig, model: str, sets: list[HeldOutSet], run: RunDir, progress: Progress
+) -> dict[str, EvalSummary]:
+    from agentrl.rollout.chat import ChatTemplate
+    from agentrl.rollout.client import EngineClient
+    from agentrl.rollout.pool import EnginePool
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _interrupt, asyncio.current_task())
+    pool = EnginePool(
+        engine_spec(cfg, model),
+        cfg.rollout_num_engines or 1,
+        log_dir=run.logs,
+        policy=cfg.router_policy,
+        host=cfg.host,
+        start_timeout=cfg.engine_timeout,
+    )
+    lines = JsonLines(run.path / "trajectories.jsonl")
+    try:
+        progress.stage("starting engines")
+        await pool.start()
+        chat = ChatTemplate(model)
+        async with EngineClient(pool.router_url, pool.router_key) as client:
+            return {
+                held_out.name: await _one_set(cfg, held_out, client, chat, lines, progress) for held_out in sets
+            }
+    finally:
+        with contextlib.suppress(AgentRLError):
+            await asyncio.shield(pool.stop())
+        lines.close()
+
+
+async def _one_set(
+    cfg: EvalConfig, held_out: HeldOutSet, client: Any, chat: Any, lines: JsonLines, progress: Progress
+) -> EvalSummary:
+    from agentrl.rollout.worker import EpisodeRunner
+
+    total = len(held_out.tasks) * cfg.n_samples_per_eval_prompt
+    progress.stage(f"evaluating {held_out.name} ({held_out.split})")
+    ended: list[Trajectory] = []
+
+    def on_episode(trajectory: Trajectory) -> None:
+        ended.append(trajectory)
+        lines.append(to_record(trajectory))
+        progress.counted(len(ended), total)
+
+    runner = EpisodeRunner(
+        held_out.make_env,
+        client,
+        chat,
+        eval_params(cfg),
+        episode_limits(cfg),
+        cfg.rollout_concurrency,
+        generate=cfg.custom_generate_function_path,
+    )
+    try:
+        summary, _ = await run_set(
+            runner, held_out, samples=cfg.n_samples_per_eval_prompt, tag=f"eval-{held_out.name}", on_episode=on_episode
+        )
+    finally:
+        await runner.close()
+    return summary
+
+
+def _interrupt(task: asyncio.Task[Any] | None) -> None:
+    if task is not None:
+        task.cancel()
+
+
+def summary_table(summaries: dict[str, EvalSummary]) -> Table:
+    """What ``agentrl eval`` prints."""
+    table = Table(title="Held-out evaluation", title_justify="left")
+    for name in ("set", "success", "95 % interval", "reward", "turns", "tool calls", "tokens", "truncated", "errors"):
+        table.add_column(name, justify="left" if name == "set" else "right")
+    for name, s in summaries.items():
+        table.add_row(
+            f"{name} ({s.split}, {s.success.n_tasks} tasks)",
+            f"{s.success.mean:.1%}",
+            f"{s.success.low:.1%} – {s.success.high:.1%}",
+            f"{s.reward.mean:.3f} ± {s.reward.stderr:.3f}",
+            f"{s.turns:.1f}",
+            f"{s.tool_calls:.1f}",
+            f"{s.tokens:.0f}",
+            f"{s.truncation_rate:.1%}",
+            str(s.errors),
+        )
+    return table

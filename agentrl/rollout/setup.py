@@ -1,0 +1,64 @@
+"""From a configuration to what a rollout needs: sampling, limits, engines. One place for both commands."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from agentrl.rollout.conversation import EpisodeLimits
+from agentrl.rollout.engine import EngineSpec
+from agentrl.types import SamplingParams
+
+
+def has_gpu() -> bool:
+    """Whether this machine has a GPU that a run may use. Asks the driver, so torch is not imported."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return False
+    return os.path.exists("/dev/nvidia0") or os.path.exists("/dev/dxg")
+
+
+def rollout_params(cfg: Any) -> SamplingParams:
+    """Sampling of training episodes."""
+    return SamplingParams(
+        temperature=cfg.rollout_temperature, top_p=cfg.rollout_top_p, max_new_tokens=cfg.rollout_max_response_len
+    )
+
+
+def eval_params(cfg: Any) -> SamplingParams:
+    """Sampling of held-out episodes: greedy unless ``--eval-temperature`` says otherwise."""
+    return SamplingParams(temperature=cfg.eval_temperature, max_new_tokens=cfg.rollout_max_response_len)
+
+
+def episode_limits(cfg: Any) -> EpisodeLimits:
+    """Budgets of an episode."""
+    return EpisodeLimits(
+        max_turns=cfg.max_turns,
+        max_response_len=cfg.rollout_max_response_len,
+        max_context_len=cfg.rollout_max_context_len,
+        max_tool_output_tokens=cfg.max_tool_output_tokens,
+        timeout_s=cfg.episode_timeout,
+        request_timeout_s=cfg.engine_timeout,
+    )
+
+
+def engine_spec(cfg: Any, model_dir: str) -> EngineSpec:
+    """What each engine of a run serves, and on what."""
+    gpu = has_gpu()
+    dtype = {"bf16": "bfloat16", "fp32": "float32", "auto": None}[cfg.dtype]
+    cpu_tokens = max(2 * cfg.rollout_max_context_len, min(cfg.rollout_concurrency, 128) * cfg.rollout_max_context_len)
+    extra = dict(cfg.sglang)
+    return EngineSpec(
+        model_path=model_dir,
+        device="cuda" if gpu else "cpu",
+        dtype=dtype,
+        tp=cfg.rollout_num_gpus_per_engine if gpu else 1,
+        max_total_tokens=None if gpu else min(cpu_tokens, 131072),
+        context_length=cfg.rollout_max_context_len,
+        threads=cfg.threads or engine_threads(cfg),
+        extra=extra,
+    )
+
+
+def engine_threads(cfg: Any) -> int:
+    """Cores divided among engines. Trainer and engines take turns, so each side may use them all."""
+    return max(1, (os.cpu_count() or 1) // max(cfg.rollout_num_engines or 1, 1))

@@ -1,0 +1,112 @@
+"""The training loop, top to bottom: generate, train, save, sync, evaluate.
+
+``version`` is the number of rollouts the weights were trained on; engines report it with every token.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from agentrl.progress import Progress
+from agentrl.types import Trajectory
+
+if TYPE_CHECKING:
+    from agentrl.config.schema import Config
+    from agentrl.data.rundir import RunDir
+    from agentrl.trainer.checkpoint import CheckpointStore
+    from agentrl.trainer.group import RolloutGroup, TrainerGroup
+
+
+@dataclass
+class Evaluation:
+    """One evaluation: summaries by set name, and the episodes of the first set."""
+
+    step: int
+    summaries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    episodes: list[Trajectory] = field(default_factory=list)
+
+
+async def training_loop(
+    cfg: Config,
+    *,
+    start: int,
+    trainer: TrainerGroup,
+    rollout: RolloutGroup,
+    checkpoints: CheckpointStore,
+    run: RunDir,
+    progress: Progress,
+) -> tuple[Evaluation | None, Evaluation | None]:
+    """Train from rollout ``start`` to ``cfg.num_rollout``; returns the first and the last evaluation."""
+    progress.stage("syncing weights")
+    await rollout.update_weights(trainer, start)
+    first = last = await evaluate(rollout, start, run=run, progress=progress) if cfg.eval_interval else None
+
+    for step in range(start, cfg.num_rollout):
+        began = time.monotonic()
+        progress.stage("rollout")
+        generated = await rollout.generate(step, progress=progress)
+
+        progress.stage("training")
+        trained = await trainer.train(generated.batch)
+        await rollout.mark_trained()
+
+        version = step + 1
+        if due(version, cfg.save_interval, cfg.num_rollout):
+            progress.stage("saving a checkpoint")
+            await checkpoints.save(version, trainer=trainer, rollout=rollout)
+
+        progress.stage("syncing weights")
+        synced = await rollout.update_weights(trainer, version)
+        report(version, generated.metrics | trained | synced, began, run=run, progress=progress)
+        if due(version, cfg.eval_interval, cfg.num_rollout):
+            last = await evaluate(rollout, version, run=run, progress=progress)
+    return first, last
+
+
+def due(version: int, interval: int, total: int) -> bool:
+    """Whether something done every ``interval`` rollouts, and after the last one, is done now."""
+    return interval > 0 and (version % interval == 0 or version == total)
+
+
+async def evaluate(rollout: RolloutGroup, step: int, *, run: RunDir, progress: Progress) -> Evaluation:
+    """Evaluate on every held-out set."""
+    progress.stage("evaluating on held-out tasks")
+    summaries, episodes = await rollout.evaluate(step, progress=progress)
+    metrics: dict[str, float] = {}
+    for name, summary in summaries.items():
+        success = summary["success"]
+        progress.evaluated(
+            step,
+            success["mean"],
+            f"held-out {name} after step {step}: success {success['mean']:.1%} "
+            f"[{success['low']:.1%}, {success['high']:.1%}] on {success['n_tasks']} tasks, "
+            f"{summary['turns']:.1f} turns, {summary['errors']} errors",
+        )
+        metrics |= flatten_summary(name, summary)
+    run.log_metrics(step, metrics)
+    return Evaluation(step, summaries, episodes)
+
+
+def flatten_summary(name: str, summary: dict[str, Any]) -> dict[str, float]:
+    """Scalars of a held-out summary as ``eval/<set>/<metric>``."""
+    values = {k: float(v) for k, v in summary.items() if isinstance(v, int | float)}
+    for key in ("success", "reward"):
+        estimate = summary[key]
+        values |= {key: estimate["mean"], f"{key}_low": estimate["low"], f"{key}_high": estimate["high"]}
+    return {f"eval/{name}/{key}": value for key, value in values.items()}
+
+
+def report(version: int, metrics: dict[str, float], began: float, *, run: RunDir, progress: Progress) -> None:
+    """Write one step's metrics and show its line."""
+    metrics["time/step"] = time.monotonic() - began
+    run.log_metrics(version, metrics)
+    progress.step_done(
+        version,
+        metrics["rollout/reward"],
+        metrics["rollout/tokens_per_s"],
+        f"step {version}: reward {metrics['rollout/reward']:.3f}  success {metrics['rollout/success']:.1%}  "
+        f"turns {metrics['rollout/turns']:.1f}  {metrics['rollout/tokens_per_s']:,.0f} tokens/s  "
+        f"grad norm {metrics['train/grad_norm']:.2f}  {metrics['time/step']:.1f} s",
+    )

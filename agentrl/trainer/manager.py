@@ -1,0 +1,247 @@
+"""The rollout manager: engines, tasks and episodes of a run, as one Ray actor.
+
+It hands out tasks, plays their groups, turns them into a batch, plays the held-out sets, keeps the engines
+alive and brings them to the trainer's weights. The trainer's ranks never see an engine; the driver never
+sees a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.schema import Config
+from agentrl.data.buffer import DataBuffer, load_source
+from agentrl.data.store import TrajectoryStore
+from agentrl.data.tasks import TaskSource
+from agentrl.errors import AgentRLError, EnvError
+from agentrl.evaluation.heldout import HeldOutSet, held_out_sets, run_set
+from agentrl.rollout.chat import ChatTemplate
+from agentrl.rollout.client import EngineClient
+from agentrl.rollout.setup import engine_spec, episode_limits, eval_params, rollout_params
+from agentrl.rollout.worker import EpisodeRunner
+from agentrl.trainer.advantages import grpo
+from agentrl.trainer.batch import TrainBatch
+from agentrl.trainer.rollout_metrics import rollout_metrics
+from agentrl.types import Group, Outcome, Trajectory
+
+log = logging.getLogger(__name__)
+
+
+class RolloutManager:
+    """One per run. All methods are coroutines of one event loop.
+
+    Args:
+        cfg: the run's configuration.
+        run_dir: folder of the run; trajectories and logs go below it.
+        model_dir: HF folder whose tokenizer and architecture the engines serve.
+        engine_options: Ray options of each engine's actor, one an engine.
+    """
+
+    def __init__(self, cfg: Config, run_dir: str, model_dir: str, engine_options: list[dict[str, Any]]):
+        self.cfg = cfg
+        self.run_dir = Path(run_dir)
+        self.model_dir = model_dir
+        self.engine_options = engine_options
+        self.store = TrajectoryStore(self.run_dir / "trajectories")
+        self.version = -1
+        self._counted = {"done": 0, "total": 0, "tokens": 0}
+        self._fresh: deque[Trajectory] = deque(maxlen=1)
+        self._want_example = True
+        self._last_groups: list[str] = []
+
+    async def start(self) -> None:
+        """Start engines and router, and open everything an episode needs. Raises the errors of each."""
+        from agentrl.rollout.pool import EnginePool
+
+        cfg = self.cfg
+        self.pool = EnginePool(
+            engine_spec(cfg, self.model_dir),
+            len(self.engine_options),
+            log_dir=self.run_dir / "logs",
+            policy=cfg.router_policy,
+            host=cfg.host,
+            start_timeout=cfg.engine_timeout,
+            ray_options=self.engine_options,
+        )
+        starting = asyncio.create_task(self.pool.start())
+        try:
+            await asyncio.to_thread(self._open_data)
+        except BaseException:
+            await asyncio.gather(starting, return_exceptions=True)
+            await self.pool.stop()
+            raise
+        await starting
+        self.client = EngineClient(self.pool.router_url, self.pool.router_key)
+        self.runner = self._runner(*cfg.env_spec(), rollout_params(cfg), cfg.rollout_concurrency)
+
+    def _open_data(self) -> None:
+        from agentrl.envs.registry import make
+
+        cfg = self.cfg
+        self.chat = ChatTemplate(self.model_dir)
+        spec, kwargs = cfg.env_spec()
+        if cfg.data_source_path:
+            source = load_source(cfg.data_source_path, cfg)
+        else:
+            env = make(spec, **kwargs)
+            source = TaskSource.of_env(spec, env, seed=cfg.seed)
+            env.close()
+        self.buffer = DataBuffer(source)
+        self.held_out: list[HeldOutSet] = held_out_sets(cfg) if cfg.eval_interval else []
+
+    def _runner(self, spec: str, kwargs: dict[str, Any], params: Any, concurrency: int) -> EpisodeRunner:
+        from agentrl.envs.registry import make
+
+        return EpisodeRunner(
+            lambda: make(spec, **kwargs),
+            self.client,
+            self.chat,
+            params,
+            episode_limits(self.cfg),
+            concurrency,
+            generate=self.cfg.custom_generate_function_path,
+        )
+
+    # -- rollouts -------------------------------------------------------------------------------------
+
+    async def generate(self, step: int) -> tuple[dict[str, float], list[Any]]:
+        """Play one batch of groups.
+
+        Returns:
+            Metrics, and a list with the reference of the :class:`TrainBatch` in Ray's store (in a list, so
+            that Ray passes the reference on and not the batch).
+
+        Raises:
+            AgentRLError: no episode of the batch can be trained on; the text carries the last error.
+        """
+        cfg, began = self.cfg, time.monotonic()
+        draws = self.buffer.get_samples(cfg.rollout_batch_size)
+        if not draws:
+            raise AgentRLError("the data source has no more tasks; lower --num-rollout or give more data")
+        before = self.client.metrics()
+        self._count(len(draws) * cfg.n_samples_per_prompt)
+        groups = await asyncio.gather(
+            *(
+                self.runner.run_group(
+                    draw.task, cfg.n_samples_per_prompt, draw.group_id, on_trajectory=self._on_episode
+                )
+                for draw in draws
+            )
+        )
+        seconds = time.monotonic() - began
+        self.buffer.add_samples(groups)
+        taken = self.buffer.take(len(groups))
+        self._last_groups = [group.group_id for group in taken]
+        advantages = grpo(taken, normalize_std=cfg.grpo_std_normalization)
+        self._refuse_if_hopeless(taken, advantages)
+        batch = TrainBatch.from_groups(taken, advantages)
+        episodes = [t for group in taken for t in group.trajectories]
+        await asyncio.to_thread(self.store.write, step, episodes, advantages=advantages)
+        metrics = rollout_metrics(taken, advantages, seconds, self.version)
+        after = self.client.metrics()
+        metrics |= {f"engine/{k}": after[k] - before[k] for k in ("retries", "continuations", "failures")}
+        prompt = after["prompt_tokens"] - before["prompt_tokens"]
+        metrics["engine/cached_fraction"] = (after["cached_tokens"] - before["cached_tokens"]) / max(prompt, 1)
+        metrics |= {f"data/{name}": float(count) for name, count in self.buffer.counts.items()}
+        import ray
+
+        return metrics, [ray.put(batch)]
+
+    def _refuse_if_hopeless(self, groups: list[Group], advantages: dict[str, float]) -> None:
+        episodes = [t for g in groups for t in g.trajectories]
+        failed = [t for t in episodes if t.outcome is Outcome.INFRA_ERROR]
+        for trajectory in failed[:3]:
+            log.warning("episode %s: %s: %s", trajectory.trajectory_id, trajectory.stop_reason, trajectory.error)
+        if 2 * len(failed) > len(episodes):
+            raise EnvError(
+                f"{len(failed)} of {len(episodes)} episodes of this rollout failed for reasons that are not the "
+                f"model's ({failed[-1].stop_reason}); the last error: {failed[-1].error}. Nothing was trained on "
+                f"them. All of them are in {self.store.folder}."
+            )
+        if not advantages:
+            raise AgentRLError(
+                "no group of this rollout has two episodes that can be compared, so there is nothing to train "
+                "on; --n-samples-per-prompt must be at least 2"
+            )
+
+    def _count(self, total: int) -> None:
+        self._counted = {"done": 0, "total": total, "tokens": 0}
+
+    def _on_episode(self, trajectory: Trajectory) -> None:
+        self._counted["done"] += 1
+        self._counted["tokens"] += trajectory.num_sampled
+        if self._want_example and trajectory.outcome is not Outcome.INFRA_ERROR:
+            self._want_example = False
+            self._fresh.append(trajectory)
+
+    async def peek(self) -> tuple[dict[str, int], Trajectory | None]:
+        """How far the batch at hand is; once, the first episode of the run."""
+        return dict(self._counted), self._fresh.popleft() if self._fresh else None
+
+    async def mark_trained(self) -> None:
+        """The optimizer has taken the last batch: its tasks count as trained."""
+        self.buffer.mark_trained(self._last_groups)
+        self._last_groups = []
+
+    # -- evaluation -----------------------------------------------------------------------------------
+
+    async def evaluate(self, step: int) -> tuple[dict[str, dict[str, Any]], list[Trajectory]]:
+        """Play all held-out sets.
+
+        Returns:
+            Summaries by set name, and one episode of the first set for showing: the same task every time.
+        """
+        cfg = self.cfg
+        summaries: dict[str, dict[str, Any]] = {}
+        example: list[Trajectory] = []
+        self._count(sum(len(s.tasks) for s in self.held_out) * cfg.n_samples_per_eval_prompt)
+        for held_out in self.held_out:
+            runner = self._runner(held_out.spec, held_out.kwargs, eval_params(cfg), cfg.rollout_concurrency)
+            try:
+                summary, trajectories = await run_set(
+                    runner,
+                    held_out,
+                    samples=cfg.n_samples_per_eval_prompt,
+                    tag=f"eval-{step:06d}-{held_out.name}",
+                    on_episode=self._on_episode,
+                )
+            finally:
+                await runner.close()
+            summaries[held_out.name] = summary.to_dict()
+            await asyncio.to_thread(self.store.write, step, trajectories, name=f"eval-{held_out.name}")
+            example = example or trajectories
+        return summaries, example
+
+    # -- weights --------------------------------------------------------------------------------------
+
+    async def update_weights(self, ranks: list[Any], version: int) -> dict[str, float]:
+        """Bring every engine to the trainer's weights as ``version``; dead engines are replaced first."""
+        from agentrl.trainer.sync_session import sync_engines
+
+        metrics = await sync_engines(self.pool, ranks, version, self.cfg)
+        self.version = version
+        return metrics
+
+    # -- state ----------------------------------------------------------------------------------------
+
+    async def state(self) -> dict[str, Any]:
+        """JSON-ready state for a checkpoint: position in the data, account of every task."""
+        return {"buffer": self.buffer.state_dict()}
+
+    async def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's state."""
+        self.buffer.load_state_dict(state["buffer"])
+
+    async def close(self) -> None:
+        """End episodes, engines and router."""
+        for name in ("runner", "client"):
+            part = getattr(self, name, None)
+            if part is not None:
+                await part.close()
+        if hasattr(self, "pool"):
+            await self.pool.stop()
