@@ -9,6 +9,7 @@ answers two-hop questions after one search. Reinforcement learning has the habit
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import time
@@ -130,7 +131,8 @@ def train_phase(model: Any, tokenizer: Any, phase: Phase, recipe: Recipe, seed: 
         losses.append(loss.item())
         if step % 50 == 49 or step + 1 == phase.steps:
             recent = sum(losses[-20:]) / len(losses[-20:])
-            print(f"{phase.name} {step + 1}/{phase.steps} loss {recent:.4f} {time.monotonic() - begin:.0f} s", flush=True)
+            seconds = time.monotonic() - begin
+            print(f"{phase.name} {step + 1}/{phase.steps} loss {recent:.4f} {seconds:.0f} s", flush=True)
     return sum(losses[-20:]) / max(1, len(losses[-20:]))
 
 
@@ -146,6 +148,20 @@ def save_model(model: Any, directory: Path) -> None:
     clone.save_pretrained(directory, safe_serialization=True)
 
 
+def measure(model: Any, tokenizer: Any, *, tasks: int = 256) -> dict[str, dict[str, float]]:
+    """Success on held-out questions, greedy and at temperature 1, of the weights as they are saved."""
+    import torch
+
+    from agentrl.demo.rehearsal import rehearse, success_rates
+
+    rounded = copy.deepcopy(model).to(torch.bfloat16).float().eval()
+    torch.manual_seed(0)
+    return {
+        name: success_rates(rehearse(rounded, tokenizer, list(range(tasks)), temperature=temperature))
+        for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0))
+    }
+
+
 def build(out: Path, seed: int, recipe: Recipe) -> dict[str, Any]:
     """Train and save the demo model into ``out``; returns the record that is written beside it."""
     from transformers import AutoTokenizer
@@ -153,9 +169,12 @@ def build(out: Path, seed: int, recipe: Recipe) -> dict[str, Any]:
     save_tokenizer(out)
     tokenizer = AutoTokenizer.from_pretrained(out)
     model = new_model(tokenizer, seed)
-    record: dict[str, Any] = {"seed": seed, "recipe": asdict(recipe), "loss": {}}
+    record: dict[str, Any] = {"seed": seed, "recipe": asdict(recipe), "held_out": {}}
     for number, phase in enumerate(recipe.phases):
-        record["loss"][phase.name] = round(train_phase(model, tokenizer, phase, recipe, seed * 100 + number), 4)
+        train_phase(model, tokenizer, phase, recipe, seed * 100 + number)
+        if phase.habits is not None:
+            record["held_out"][phase.name] = measure(model, tokenizer)
+            print(phase.name, json.dumps(record["held_out"][phase.name]), flush=True)
     save_model(model, out)
     (out / "build.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return record

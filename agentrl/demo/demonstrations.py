@@ -18,6 +18,8 @@ from agentrl.envs.search.env import SYSTEM_PROMPT, format_passages, search_tool_
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": %s}}\n</tool_call>'
 
+RESPONSE = "\n<|im_start|>user\n<tool_response>\n%s\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+
 
 @dataclass(frozen=True)
 class Habits:
@@ -72,10 +74,7 @@ def pieces(question: str, searches: list[tuple[str, str]], answer: str) -> list[
     parts = [(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n", False)]
     for query, passage in searches:
         result = format_passages([world.Passage("", "", passage)])
-        parts += [
-            (CALL % json.dumps(query) + "<|im_end|>", True),
-            (f"\n<|im_start|>user\n<tool_response>\n{result}\n</tool_response><|im_end|>\n<|im_start|>assistant\n", False),
-        ]
+        parts += [(CALL % json.dumps(query) + "<|im_end|>", True), (RESPONSE % result, False)]
     return [*parts, (f"Answer: {answer}<|im_end|>", True)]
 
 

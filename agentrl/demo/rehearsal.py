@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.demo.demonstrations import RESPONSE
 from agentrl.envs.search.env import SearchEnv
 
 
@@ -90,9 +91,7 @@ def _advance(tokenizer: Any, episode: Episode, turn: list[int]) -> None:
     episode.done = terminated or truncated or turn[-1:] != [tokenizer.eos_token_id]
     if not episode.done:
         result = "\n".join(message["content"] for message in info["messages"])
-        extension = tokenizer(
-            f"\n<|im_start|>user\n<tool_response>\n{result}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-        )["input_ids"]
+        extension = tokenizer(RESPONSE % result)["input_ids"]
         episode.tokens += extension
         episode.trained += [0] * len(extension)
 
@@ -104,7 +103,9 @@ def _generate(model: Any, tokenizer: Any, prompts: list[list[int]], temperature:
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     with torch.no_grad():
         out = model.generate(
             ids, attention_mask=mask, max_new_tokens=limit, eos_token_id=eos, pad_token_id=pad, **sampling

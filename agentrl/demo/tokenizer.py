@@ -26,10 +26,12 @@ SPLIT_PATTERN = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+(?: +[^\s\p{L}\p{N}]+)*|\s+
 """Words, digits, runs of punctuation, white space. Runs of punctuation may hold spaces, so that the
 structure of JSON (``": {"``) costs one token."""
 
-_COMMON_WORDS = """a about after all also an and any are as ask at be been before but by call can city company could do
+_COMMON_WORDS = """a about
+after all also an and any are as ask at be been before but by call can city company could do
 document does each end fact find first for founder from get give given had has have he help her his how i if in
 information into is it its just know last like line look made make may me more most must my name need new no not now of
-often old on one only or other our out people person place question reply result results say see she short should so some
+often old on one only or other our out people person place question reply result results say see she short
+should so some
 step such than that the their them then there these they thing think this time to tool tools two until up use user
 was we were what when where which who why will with word would write year yes you your"""
 
@@ -56,7 +58,7 @@ def _texts() -> list[str]:
         *(r.question.format("X") for r in relations),
         *(r.phrase.format("X") for r in relations),
         *(world.passage_text(kind, "X", facts) for kind in world.KINDS),
-        *('{"name": "search", "arguments": {"query": "%s of X"}}' % r.name for r in relations),
+        *(f'{{"name": "search", "arguments": {{"query": "{r.name} of X"}}}}' for r in relations),
         'system\nuser\nassistant\ntool\n# Tools\nCall: {"name": ..., "arguments": {...}}\n\n',
         "Answer: X. No results. Answer:\n- X",
         " ".join(_COMMON_WORDS.split()),

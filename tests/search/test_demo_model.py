@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from agentrl.demo import MODEL_DIR
 from agentrl.demo.build import MODEL
 from agentrl.demo.demonstrations import Demonstrations, Habits, draw_episode, draw_name, messages, pieces
-from agentrl.demo.tokenizer import MARKUP_TOKENS, SPECIAL_TOKENS, VOCAB_SIZE, build_tokenizer, chat_template, save_tokenizer
+from agentrl.demo.tokenizer import (
+    MARKUP_TOKENS,
+    SPECIAL_TOKENS,
+    VOCAB_SIZE,
+    build_tokenizer,
+    chat_template,
+    save_tokenizer,
+)
 from agentrl.envs.search import SearchEnv, names, world
 from agentrl.envs.search.env import search_tool_schema
 
@@ -118,9 +125,8 @@ def test_a_rollout_has_the_tokens_of_a_demonstration(tokenizer):
     env = SearchEnv()
     question = world.get_world(0).question("test", 3)
     _, info = env.reset(options={"split": "test", "index": 3})
-    searches = [
-        (f"{relation} of {name}", _passage_of(name)) for relation, name in zip(question.path, question.chain[:-1], strict=True)
-    ]
+    hops = zip(question.path, question.chain[:-1], strict=True)
+    searches = [(f"{relation} of {name}", _passage_of(name)) for relation, name in hops]
     parts = pieces(question.text, searches, question.answer)
     demonstrated = tokenizer([text for text, _ in parts])["input_ids"]
     system = Demonstrations(tokenizer, 0).system_ids()

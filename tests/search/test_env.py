@@ -25,7 +25,6 @@ from agentrl.envs.search.world import Passage
 from agentrl.errors import ConfigError, DataError, InfraError
 
 
-
 def call(query: str) -> str:
     """A model turn that searches, in the demo model's format."""
     return "<tool_call>\n" + json.dumps({"name": "search", "arguments": {"query": query}}) + "\n</tool_call>"
@@ -60,7 +59,8 @@ def test_a_two_hop_episode_from_question_to_reward():
     assert observation.startswith("- Frank Norworth was born in ") and "works for Terraline Bank." in observation
     assert (reward, terminated, truncated) == (0.0, False, False)
     assert [m["role"] for m in info["messages"]] == ["tool"]
-    assert env.step(call("city of Terraline Bank"))[0].startswith("- Terraline Bank is based in the city of Mount Kelbury.")
+    second = env.step(call("city of Terraline Bank"))[0]
+    assert second.startswith("- Terraline Bank is based in the city of Mount Kelbury.")
     _, reward, terminated, truncated, info = env.step("Answer: Mount Kelbury")
     assert (reward, terminated, truncated) == (1.0, True, False)
     assert info["success"] is True and info["rewards"] == {"exact_match": 1.0}
@@ -120,7 +120,8 @@ def test_no_text_makes_a_step_raise(text: str):
 
 def test_blocking_and_async_steps_are_the_same():
     async def play(env: SearchEnv) -> list:
-        return [await env.areset(options=TASK), await env.astep(call("employer of Frank Norworth")), await env.astep("x")]
+        first = await env.areset(options=TASK)
+        return [first, await env.astep(call("employer of Frank Norworth")), await env.astep("x")]
 
     env = SearchEnv()
     blocking = [env.reset(options=TASK), env.step(call("employer of Frank Norworth")), env.step("x")]

@@ -6,8 +6,18 @@ Surnames, place words and company words are built from a beginning and an ending
 
 from __future__ import annotations
 
-FIRST_NAMES: tuple[str, ...] = tuple(
-    """Ada Adam Agnes Aisha Alan Alba Albert Alice Alma Amara Amir Ana Anders Andrea Anna Anton Ara Arthur Astrid
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+def _join(beginnings: str, endings: str) -> tuple[str, ...]:
+    return tuple(b + e for b in beginnings.split() for e in endings.split())
+
+
+FIRST_NAMES = _words(
+    """
+    Ada Adam Agnes Aisha Alan Alba Albert Alice Alma Amara Amir Ana Anders Andrea Anna Anton Ara Arthur Astrid
     August Basil Beata Ben Bianca Boris Bruno Carla Carmen Cecil Celia Chen Clara Claude Cora Cyril Dana Daniel
     Daphne Darius David Della Diego Dina Dora Edgar Edith Edwin Elena Elias Ella Elsa Emil Emma Enzo Erik Esther
     Eva Ezra Farid Fatima Felix Fiona Flora Frank Freya Gaston George Gina Grace Greta Guido Gustav Hana Hanna
@@ -17,30 +27,27 @@ FIRST_NAMES: tuple[str, ...] = tuple(
     Milo Mina Miriam Mona Nadia Naomi Nell Nico Nina Noah Nora Olga Oliver Omar Oscar Otis Otto Pablo Paula Pearl
     Pedro Petra Philip Priya Quinn Rafael Raj Ralph Rebecca Reza Rhea Rita Robin Roman Rosa Ruben Ruth Salma Sam
     Sara Selma Serge Silas Simon Sofia Stella Stig Sven Sylvia Tara Tariq Tessa Theo Thomas Tilda Tobias Uma Ursula
-    Vera Victor Viola Walter Wanda Wilma Xenia Yara Yusuf Yves Zara Zeno Zoe""".split()
+    Vera Victor Viola Walter Wanda Wilma Xenia Yara Yusuf Yves Zara Zeno Zoe"""
 )
 
-_SURNAME_BEGINNINGS = "Ash Black Bram Carl Dal Elder Fair Gold Hart Holl Kin Lang Marsh Nor Pem Raven Stan Thorn Wake Yar"
-_SURNAME_ENDINGS = "well man son wick ridge stone more field worth croft by gate ley strom berg hurst"
-_PLACE_BEGINNINGS = "Amber Brack Corm Dun Eddle Fern Glen Hazel Inver Kel Loch Mill Net Orm Pine Rye Sel Tarn Ulv Wex"
-_PLACE_ENDINGS = "ford bury mouth haven dale port minster bridge"
-_COMPANY_BEGINNINGS = "Astro Blue Cloud Delta Echo Flint Globe Helio Iron Jet Lumen Meta Nova Omni Pulse Quant Star Terra Ultra Vect"
-_COMPANY_ENDINGS = "wave line core works cast flow grid link mark point"
-
-
-def _join(beginnings: str, endings: str) -> tuple[str, ...]:
-    return tuple(b + e for b in beginnings.split() for e in endings.split())
-
-
-SURNAMES: tuple[str, ...] = _join(_SURNAME_BEGINNINGS, _SURNAME_ENDINGS)
-PLACE_WORDS: tuple[str, ...] = _join(_PLACE_BEGINNINGS, _PLACE_ENDINGS)
-PLACE_KINDS: tuple[str, ...] = tuple(
-    "Port New Old Upper Lower East West South Saint Fort Mount Lake Great Little Royal Long High Low Far Castle".split()
+SURNAMES = _join(
+    "Ash Black Bram Carl Dal Elder Fair Gold Hart Holl Kin Lang Marsh Nor Pem Raven Stan Thorn Wake Yar",
+    "well man son wick ridge stone more field worth croft by gate ley strom berg hurst",
 )
-COMPANY_WORDS: tuple[str, ...] = _join(_COMPANY_BEGINNINGS, _COMPANY_ENDINGS)
-COMPANY_KINDS: tuple[str, ...] = tuple(
+PLACE_WORDS = _join(
+    "Amber Brack Corm Dun Eddle Fern Glen Hazel Inver Kel Loch Mill Net Orm Pine Rye Sel Tarn Ulv Wex",
+    "ford bury mouth haven dale port minster bridge",
+)
+PLACE_KINDS = _words(
+    "Port New Old Upper Lower East West South Saint Fort Mount Lake Great Little Royal Long High Low Far Castle"
+)
+COMPANY_WORDS = _join(
+    "Astro Blue Cloud Delta Echo Flint Globe Helio Iron Jet Lumen Meta Nova Omni Pulse Quant Star Terra Ultra Vect",
+    "wave line core works cast flow grid link mark point",
+)
+COMPANY_KINDS = _words(
     "Labs Foods Motors Systems Textiles Airways Energy Press Mining Shipping Optics Robotics Glass Paper Steel "
-    "Pharma Studios Bank Tools Media".split()
+    "Pharma Studios Bank Tools Media"
 )
 
 WORLD_WORDS: tuple[str, ...] = (
