@@ -84,5 +84,7 @@ def describe(env: Any, name: str) -> list[str]:
         arguments = ", ".join(function.get("parameters", {}).get("properties", {}))
         lines.append(f"tool {function['name']}({arguments}): {function.get('description', '')}")
     lines += ["", "a task:"]
-    lines += [f"[{message['role']}] {message.get('content', '')}" for message in info.get("messages", ())] or [observation]
+    lines += [f"[{message['role']}] {message.get('content', '')}" for message in info.get("messages", ())] or [
+        observation
+    ]
     return lines

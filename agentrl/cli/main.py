@@ -23,10 +23,24 @@ COMMANDS = {
 """Subcommand -> one line on what it does; each lives in the module of its name."""
 
 _EXTRA_OF = {
-    "train": ("torch", "ray", "sglang_router", "megatron", "mbridge", "transformers", "tokenizers", "aiohttp", "orjson",
-              "pyarrow", "tensorboard", "matplotlib", "safetensors", "uvloop"),
+    "train": (
+        "torch",
+        "ray",
+        "sglang_router",
+        "megatron",
+        "mbridge",
+        "transformers",
+        "tokenizers",
+        "aiohttp",
+        "orjson",
+        "pyarrow",
+        "tensorboard",
+        "matplotlib",
+        "safetensors",
+        "uvloop",
+    ),
     "retriever": ("starlette", "uvicorn", "bm25s", "faiss"),
-}  # fmt: skip
+}
 """Extra -> top-level modules that come with it."""
 
 INTERRUPTED = 130
@@ -53,7 +67,8 @@ def usage() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code.
 
-    0 is success, 1 a failure of the run, 2 a wrong flag, key, name or file, 3 a checkpoint that cannot be used, 130 Ctrl-C.
+    0 is success, 1 a failure of the run, 2 a wrong flag, key, name or file, 3 a checkpoint that cannot be used,
+    4 a run folder that cannot be written, 130 Ctrl-C.
     ``AGENTRL_TRACEBACK=1`` in the environment shows where an error came from.
     """
     words = list(sys.argv[1:] if argv is None else argv)
@@ -103,7 +118,10 @@ def _missing(error: ModuleNotFoundError) -> str | None:
     """The line for a package that an extra would have brought; None when the module is nothing we know."""
     top = (error.name or "").partition(".")[0]
     if top == "sglang":
-        return "sglang is not installed, and this command needs it: pip install 'agentrl[gpu]' on a machine with GPUs, `make venv` on one without"
+        return (
+            "sglang is not installed, and this command needs it: pip install 'agentrl[gpu]' on a machine with "
+            "GPUs, `make venv` on one without"
+        )
     for extra, modules in _EXTRA_OF.items():
         if top in modules:
             return f"{top} is not installed, and this command needs it: pip install 'agentrl[{extra}]'"

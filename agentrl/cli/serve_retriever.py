@@ -22,7 +22,8 @@ class RetrieverOptions:
     """Retriever"""
 
     corpus: PathText | None = None
-    """Passages as JSONL, one a line (`id`, `contents` or `title` and `text`). Without it: the embedded synthetic world."""
+    """Passages as JSONL, one a line (`id`, `contents` or `title` and `text`). Without it: the embedded synthetic
+    world."""
     index_dir: PathText | None = None
     """Folder of the index, built on the first start; default beside the corpus."""
     dense_model: str | None = None

@@ -6,7 +6,17 @@ import platform
 from collections.abc import Sequence
 from importlib import metadata
 
-PACKAGES = ("gymnasium", "torch", "megatron-core", "mbridge", "ray", "sglang", "sglang-router", "transformers", "transformer-engine")
+PACKAGES = (
+    "gymnasium",
+    "torch",
+    "megatron-core",
+    "mbridge",
+    "ray",
+    "sglang",
+    "sglang-router",
+    "transformers",
+    "transformer-engine",
+)
 
 
 def usage(argv: Sequence[str]) -> str:

@@ -47,7 +47,9 @@ def derive(config: Any) -> Any:
         changes |= _batch(config)
         changes["eps_clip_high"] = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
         if config.actor_num_gpus_per_node is None:
-            changes["actor_num_gpus_per_node"] = max(1, -(-config.model_parallel_size // max(1, config.actor_num_nodes)))
+            changes["actor_num_gpus_per_node"] = max(
+                1, -(-config.model_parallel_size // max(1, config.actor_num_nodes))
+            )
         if config.use_kl_loss:
             given = config.ref_load or changes["hf_checkpoint"]
             changes["ref_load"] = str(demo_folder()) if given == DEMO else given

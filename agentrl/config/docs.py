@@ -60,21 +60,21 @@ recompute_num_layers = 1
 
 ## The batch rule
 
-`rollout_batch_size × n_samples_per_prompt = global_batch_size × num_steps_per_rollout`, exactly. Of the two on the right,
-either or both may be left out: they follow. Numbers that do not fit are refused, with the equation.
+`rollout_batch_size × n_samples_per_prompt = global_batch_size × num_steps_per_rollout`, exactly. Of the two on
+the right, either or both may be left out: they follow. Numbers that do not fit are refused, with the equation.
 """
 
 PASSED_ON = """\
 ## Options handed on
 
-**SGLang.** Every option of the SGLang server is taken with the prefix `--sglang-`: `--sglang-mem-fraction-static 0.7` is the
-server's `--mem-fraction-static 0.7`. Names and types are checked against the installed SGLang. Set by the run itself, so not
-accepted: {sglang}.
+**SGLang.** Every option of the SGLang server is taken with the prefix `--sglang-`: `--sglang-mem-fraction-static 0.7`
+is the server's `--mem-fraction-static 0.7`. Names and types are checked against the installed SGLang. Set by the run
+itself, so not accepted: {sglang}.
 
-**Megatron-core.** Fields of TransformerConfig, ModelParallelConfig, OptimizerConfig and DistributedDataParallelConfig are taken under their
-own names (`--moe-router-topk 2`, `--no-bias-dropout-fusion`), checked by name and type against the installed megatron-core. The
-model's sizes come from the checkpoint's `config.json`; given anyway, they must agree with it. Not accepted, because options
-above decide them: {megatron}.
+**Megatron-core.** Fields of TransformerConfig, ModelParallelConfig, OptimizerConfig and DistributedDataParallelConfig
+are taken under their own names (`--moe-router-topk 2`, `--no-bias-dropout-fusion`), checked by name and type against
+the installed megatron-core. The model's sizes come from the checkpoint's `config.json`; given anyway, they must agree
+with it. Not accepted, because options above decide them: {megatron}.
 """
 
 
@@ -105,13 +105,26 @@ def render() -> str:
     lines = [INTRO, "## `agentrl train`", "", *_tables(train.values(), {})]
     lines += ["## `agentrl eval`", "", *_tables(own, {})]
     lines += ["Shared with training, with the same meaning: " + ", ".join(shared) + "."]
-    lines += ["Second names: " + ", ".join(f"`--{alias}` is `{evaluation[name].flag}`" for name, alias in second.items()) + ".", ""]
+    lines += [
+        "Second names: "
+        + ", ".join(f"`--{alias}` is `{evaluation[name].flag}`" for name, alias in second.items())
+        + ".",
+        "",
+    ]
     lines += ["## Presets", "", "Starting values that replace the defaults when a model is used by this name."]
     for name, values in PRESETS.items():
         lines += ["", f"**`{name}`**: the embedded model, used when `--hf-checkpoint` is not given.", ""]
-        lines += ["| option | value |", "|---|---|", *(f"| `{train[key].flag}` | `{value}` |" for key, value in values.items())]
+        lines += [
+            "| option | value |",
+            "|---|---|",
+            *(f"| `{train[key].flag}` | `{value}` |" for key, value in values.items()),
+        ]
     lines += ["", PASSED_ON.format(sglang=_listed(SGLANG_OWNED), megatron=_listed(MEGATRON_OWNED))]
-    lines += ["## Not available yet", "", "These are refused with a message that says so: " + _listed(f"--{name}" for name in NOT_AVAILABLE) + "."]
+    lines += [
+        "## Not available yet",
+        "",
+        "These are refused with a message that says so: " + _listed(f"--{name}" for name in NOT_AVAILABLE) + ".",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -52,8 +52,12 @@ def _attribute_docs(module: str) -> dict[tuple[str, str], str]:
     tree = ast.parse(Path(sys.modules[module].__file__).read_text(encoding="utf-8"))
     docs = {}
     for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
-        for stmt, follower in zip(cls.body, cls.body[1:]):
-            if isinstance(stmt, ast.AnnAssign) and isinstance(follower, ast.Expr) and isinstance(follower.value, ast.Constant):
+        for stmt, follower in zip(cls.body, cls.body[1:], strict=False):
+            if (
+                isinstance(stmt, ast.AnnAssign)
+                and isinstance(follower, ast.Expr)
+                and isinstance(follower.value, ast.Constant)
+            ):
                 docs[cls.name, stmt.target.id] = " ".join(follower.value.value.split())
     return docs
 

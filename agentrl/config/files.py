@@ -47,7 +47,9 @@ def _yaml(text: str, path: str) -> Any:
     class Loader(yaml.SafeLoader):
         """YAML 1.1 reads `1e-6` as text; the core schema of YAML 1.2, and everybody, reads a number."""
 
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    )
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:

@@ -76,7 +76,15 @@ def _field_of(name: str, node: ast.expr) -> ForeignField:
         if base in ("Dict", "dict"):
             return ForeignField(name, "json")
         return ForeignField(name, "opaque")
-    kinds = {"int": "int", "float": "float", "bool": "bool", "str": "str", "dict": "json", "Any": "json", "list": "list"}
+    kinds = {
+        "int": "int",
+        "float": "float",
+        "bool": "bool",
+        "str": "str",
+        "dict": "json",
+        "Any": "json",
+        "list": "list",
+    }
     return ForeignField(name, kinds.get(_base(node), "opaque"))
 
 
@@ -131,7 +139,11 @@ def _sglang_entry(name: str, stmt: ast.AnnAssign) -> dict[str, ForeignField]:
     flags = [name.replace("_", "-")]
     choices: tuple = ()
     negative = None
-    if isinstance(node, ast.Subscript) and _base(node.value) in ("A", "Annotated") and isinstance(node.slice, ast.Tuple):
+    if (
+        isinstance(node, ast.Subscript)
+        and _base(node.value) in ("A", "Annotated")
+        and isinstance(node.slice, ast.Tuple)
+    ):
         node, *notes = node.slice.elts
         for call in (n for n in notes if isinstance(n, ast.Call)):
             if _base(call.func) != "Arg":

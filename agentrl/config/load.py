@@ -110,7 +110,9 @@ def _run_layer(config_class: type, layers: list[Given]) -> Given | None:
             raise ConfigError(f"--run {path}: not a run folder (no config.json of a run in it)")
         return None
     fields = options(config_class)
-    values = {name: value for name, value in read_run_config(folder).items() if config_class is Config or name in fields}
+    values = {
+        name: value for name, value in read_run_config(folder).items() if config_class is Config or name in fields
+    }
     for name in ("load", "output_dir"):
         values.pop(name, None)
     given = parse_mapping(config_class, values, str(folder / "config.json"))

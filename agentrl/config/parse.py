@@ -167,7 +167,9 @@ def _unknown(config_class: type, flag: str, name: str, table: dict) -> str:
         return message
     known = megatron_fields()
     if known is None:
-        return message + " Megatron's own flags are taken when megatron-core is installed: pip install 'agentrl[train]'."
+        return (
+            message + " Megatron's own flags are taken when megatron-core is installed: pip install 'agentrl[train]'."
+        )
     return unknown_message(flag, name, [n.replace("_", "-") for n in known], as_flag=True)
 
 
@@ -239,7 +241,12 @@ def _foreign_table(name: str, source: str, table: dict) -> list[tuple[str, Any]]
             if found is None and megatron_fields() is not None:
                 known = [n.replace("_", "-") for n in megatron_fields()]
                 raise ConfigError(unknown_message(given, str(key).replace("_", "-"), known, as_flag=False))
-        items.append((found.name if found else str(key).replace("-", "_"), passthrough.read_typed(given, found, value) if found else value))
+        items.append(
+            (
+                found.name if found else str(key).replace("-", "_"),
+                passthrough.read_typed(given, found, value) if found else value,
+            )
+        )
     return items
 
 

@@ -51,7 +51,6 @@ MEGATRON_OWNED = {
 """Fields of Megatron's configs that follow from options of ours."""
 
 
-
 def read_text(given: str, field: ForeignField, words: Sequence[str]) -> Any:
     """The value of flag ``given`` from the words behind it. Raises ConfigError."""
     if field.kind == "list":

@@ -77,9 +77,11 @@ class EngineOptions:
     """Model and engines"""
 
     hf_checkpoint: PathText | None = None
-    """Folder of the model in Hugging Face form. Without it: the embedded demo model, with its preset of starting values."""
+    """Folder of the model in Hugging Face form. Without it: the embedded demo model, with its preset of starting
+    values."""
     rollout_num_engines: Positive | None = None
-    """Number of SGLang engines. Follows from --rollout-num-gpus / --rollout-num-gpus-per-engine; 1 when neither is given."""
+    """Number of SGLang engines. Follows from --rollout-num-gpus / --rollout-num-gpus-per-engine; 1 when neither is
+    given."""
     rollout_num_gpus: Positive | None = None
     """GPUs for the engines, all together; on a machine without GPUs, engines of one process each."""
     rollout_num_gpus_per_engine: Positive = 1
@@ -88,10 +90,13 @@ class EngineOptions:
     """Precision of engines and trainer; `auto` is fp32 on the CPU and bf16 on GPUs."""
     engine_timeout: Seconds = 600.0
     """Longest wait in seconds for an engine: to start, and to answer one request with all its retries."""
-    router_policy: Literal["consistent_hashing", "cache_aware", "round_robin", "random", "power_of_two"] = "consistent_hashing"
+    router_policy: Literal["consistent_hashing", "cache_aware", "round_robin", "random", "power_of_two"] = (
+        "consistent_hashing"
+    )
     """How the router chooses an engine; `consistent_hashing` keeps an episode on one engine."""
     host: str = "127.0.0.1"
-    """Address the servers of a run listen on. Other than loopback only in a network you trust; the run's key is asked for anyway."""
+    """Address the servers of a run listen on. Other than loopback only in a network you trust; the run's key is asked
+    for anyway."""
     threads: Positive | None = None
     """CPU threads of each engine and trainer process; unset: the cores divided among them."""
 
@@ -133,7 +138,8 @@ class LoopOptions:
     n_samples_per_prompt: Positive = 8
     """Episodes per task: the group whose mean is the baseline."""
     global_batch_size: Positive | None = None
-    """Episodes of one optimizer step. The rule is exact: rollout_batch_size × n_samples_per_prompt = global_batch_size × num_steps_per_rollout; unset, it follows from it."""
+    """Episodes of one optimizer step. The rule is exact: rollout_batch_size × n_samples_per_prompt =
+    global_batch_size × num_steps_per_rollout; unset, it follows from it."""
     num_steps_per_rollout: Positive | None = None
     """Optimizer steps per rollout; unset, it follows from the rule (1 when --global-batch-size is unset too)."""
     micro_batch_size: Positive = 1
@@ -143,7 +149,8 @@ class LoopOptions:
     max_tokens_per_gpu: Positive = 8192
     """Tokens of one packed micro-batch on one rank; a longer episode is a micro-batch of its own."""
     data_source_path: str | None = None
-    """Task source of your own, `module:Class` or `file.py:Class`, with `get_samples(num_samples)` and `add_samples(samples)`."""
+    """Task source of your own, `module:Class` or `file.py:Class`, with `get_samples(num_samples)` and
+    `add_samples(samples)`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +166,8 @@ class CheckpointOptions:
     save_hf: PathText | None = None
     """Folder to which the trained model is exported in Hugging Face form when the run ends."""
     load: PathText | None = None
-    """Run folder (or one checkpoint in it) to go on from. Its configuration is taken over; flags given here replace it."""
+    """Run folder (or one checkpoint in it) to go on from. Its configuration is taken over; flags given here replace
+    it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +279,8 @@ class MegatronPassedOn:
     """Handed on to Megatron-core"""
 
     megatron: dict[str, Any] = field(default_factory=dict)
-    """Fields of Megatron's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig by their own flags (`--moe-router-topk 2`), or the table `[megatron]` of a file."""
+    """Fields of Megatron's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig by their own flags
+    (`--moe-router-topk 2`), or the table `[megatron]` of a file."""
 
 
 class _Resolved:

@@ -39,7 +39,16 @@ def validate(config: Config | EvalConfig, explicit: Mapping[str, str] | None = N
         raise ConfigError("\n".join(problems))
 
 
-_TYPES = {"int": int, "float": (int, float), "bool": bool, "str": str, "choice": str, "mapping": dict, "passthrough": dict, "pairs": tuple}
+_TYPES = {
+    "int": int,
+    "float": (int, float),
+    "bool": bool,
+    "str": str,
+    "choice": str,
+    "mapping": dict,
+    "passthrough": dict,
+    "pairs": tuple,
+}
 
 
 def value_problems(config: Any) -> Iterator[str]:
@@ -58,16 +67,27 @@ def value_problems(config: Any) -> Iterator[str]:
 
 
 def _described(option: Option) -> str:
-    words = {"int": "a whole number", "float": "a number", "bool": "true or false", "choice": "one of " + ", ".join(option.choices)}
+    words = {
+        "int": "a whole number",
+        "float": "a number",
+        "bool": "true or false",
+        "choice": "one of " + ", ".join(option.choices),
+    }
     limits = f" {option.range}" if option.range is not None else ""
     return words.get(option.kind, "text" if option.kind == "str" else option.kind) + limits
 
 
 def _environment(config: Config | EvalConfig, explicit: Mapping[str, str]) -> Iterator[str]:
     if not config.env and config.prompt_data is None:
-        yield "No environment: give --env NAME (`agentrl env list` shows them), --env path/to/file.py:Class, or --prompt-data FILE."
+        yield (
+            "No environment: give --env NAME (`agentrl env list` shows them), --env path/to/file.py:Class, or "
+            "--prompt-data FILE."
+        )
     if config.env and config.prompt_data is not None:
-        yield f"--env {config.env} and --prompt-data {config.prompt_data} exclude each other: tasks come from one of them."
+        yield (
+            f"--env {config.env} and --prompt-data {config.prompt_data} exclude each other: tasks come from one "
+            "of them."
+        )
     files = [("--prompt-data", config.prompt_data)] if config.prompt_data is not None else []
     names = [name for name, _ in config.eval_prompt_data]
     for name in sorted({n for n in names if names.count(n) > 1}):
@@ -79,7 +99,10 @@ def _environment(config: Config | EvalConfig, explicit: Mapping[str, str]) -> It
     if not files:
         for name in ("input_key", "label_key", "metadata_key", "apply_chat_template", "rm_type", "custom_rm_path"):
             if name in explicit:
-                yield f"{explicit[name]} has no effect without --prompt-data or --eval-prompt-data; an environment computes its own reward."
+                yield (
+                    f"{explicit[name]} has no effect without --prompt-data or --eval-prompt-data; an environment "
+                    "computes its own reward."
+                )
     if config.custom_rm_path is not None and "rm_type" in explicit:
         yield f"{explicit['rm_type']} and --custom-rm-path exclude each other: there is one reward."
     for name in ("custom_rm_path", "custom_generate_function_path", "data_source_path"):
@@ -109,7 +132,11 @@ def _read_model(folder: str) -> tuple[dict[str, Any] | None, str | None]:
     """``(config.json of a model folder, problem)``; one of them is None."""
     file = Path(folder) / "config.json"
     if not Path(folder).is_dir():
-        hint = " A model of the Hub is not fetched by itself: `hf download` it and give the folder." if folder.count("/") == 1 and not folder.startswith((".", "/")) else ""
+        hint = (
+            " A model of the Hub is not fetched by itself: `hf download` it and give the folder."
+            if folder.count("/") == 1 and not folder.startswith((".", "/"))
+            else ""
+        )
         return None, f"no such folder: {folder}.{hint}"
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -158,17 +185,29 @@ def _shape(config: Config, model: dict[str, Any]) -> Iterator[str]:
     for name, key in SHAPE.items():
         given, there = config.megatron.get(name), model.get(key)
         if given is not None and there is not None and given != there:
-            yield f"--{name.replace('_', '-')} {given} is not the model's {key} {there}; sizes are read from the checkpoint, leave the flag out."
+            yield (
+                f"--{name.replace('_', '-')} {given} is not the model's {key} {there}; sizes are read from the "
+                "checkpoint, leave the flag out."
+            )
     for flag, parts, key in (
         ("--tensor-model-parallel-size", config.tensor_model_parallel_size, "num_attention_heads"),
         ("--tensor-model-parallel-size", config.tensor_model_parallel_size, "num_key_value_heads"),
         ("--pipeline-model-parallel-size", config.pipeline_model_parallel_size, "num_hidden_layers"),
     ):
         size = model.get(key)
-        uneven = key == "num_hidden_layers" and any(name.endswith(("pipeline_stage", "_layout", "pipeline_split")) for name in config.megatron)
+        uneven = key == "num_hidden_layers" and any(
+            name.endswith(("pipeline_stage", "_layout", "pipeline_split")) for name in config.megatron
+        )
         if isinstance(size, int) and size % parts and not uneven:
             yield f"{flag} {parts} does not divide the model's {key} {size}."
-    experts = next((model[key] for key in ("num_experts", "n_routed_experts", "num_local_experts") if isinstance(model.get(key), int)), 0)
+    experts = next(
+        (
+            model[key]
+            for key in ("num_experts", "n_routed_experts", "num_local_experts")
+            if isinstance(model.get(key), int)
+        ),
+        0,
+    )
     if config.expert_model_parallel_size > 1 and (not experts or experts % config.expert_model_parallel_size):
         has = f"has {experts} experts" if experts else "has no experts"
         yield f"--expert-model-parallel-size {config.expert_model_parallel_size} does not fit: the model {has}."
@@ -178,35 +217,58 @@ def _batch(config: Config) -> Iterator[str]:
     product = config.rollout_batch_size * config.n_samples_per_prompt
     size, steps = config.global_batch_size, config.num_steps_per_rollout
     if size is None or steps is None or product != size * steps:
-        yield f"The batch does not add up: {batch_rule(config, size, steps)}. Change one of the four, or leave --global-batch-size out."
+        yield (
+            f"The batch does not add up: {batch_rule(config, size, steps)}. Change one of the four, or leave "
+            "--global-batch-size out."
+        )
     elif size < config.data_parallel_size:
-        yield f"--global-batch-size {size} is less than the {config.data_parallel_size} data-parallel ranks: each needs at least one episode a step."
+        yield (
+            f"--global-batch-size {size} is less than the {config.data_parallel_size} data-parallel ranks: each "
+            "needs at least one episode a step."
+        )
     if config.n_samples_per_prompt < 2:
-        yield "--n-samples-per-prompt 1 teaches nothing: grpo compares the episodes of one task, and one alone has advantage 0. Give at least 2."
+        yield (
+            "--n-samples-per-prompt 1 teaches nothing: grpo compares the episodes of one task, and one alone has "
+            "advantage 0. Give at least 2."
+        )
 
 
 def _sampling(config: Config) -> Iterator[str]:
     if config.rollout_top_p != 1.0:
         yield (
-            f"--rollout-top-p {config.rollout_top_p:g} cannot be trained on: the engine's log-probabilities are of the full softmax, "
+            f"--rollout-top-p {config.rollout_top_p:g} cannot be trained on: the engine's log-probabilities are "
+            "of the full softmax, "
             "before truncation, so the ratio between trainer and rollout would be wrong. Leave it at 1."
         )
 
 
 def _layout(config: Config) -> Iterator[str]:
-    tensor, pipeline, context = config.tensor_model_parallel_size, config.pipeline_model_parallel_size, config.context_parallel_size
+    tensor, pipeline, context = (
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        config.context_parallel_size,
+    )
     if config.world_size % config.model_parallel_size:
         yield (
-            f"The trainer has --actor-num-nodes {config.actor_num_nodes} × --actor-num-gpus-per-node {config.actor_num_gpus_per_node} = "
-            f"{config.world_size} ranks, not a multiple of tensor {tensor} × pipeline {pipeline} × context {context} = {config.model_parallel_size}."
+            f"The trainer has --actor-num-nodes {config.actor_num_nodes} × --actor-num-gpus-per-node "
+            f"{config.actor_num_gpus_per_node} = "
+            f"{config.world_size} ranks, not a multiple of tensor {tensor} × pipeline {pipeline} × context "
+            f"{context} = {config.model_parallel_size}."
         )
-    elif config.expert_model_parallel_size > 1 and (tensor * config.data_parallel_size * context) % config.expert_model_parallel_size:
+    elif (
+        config.expert_model_parallel_size > 1
+        and (tensor * config.data_parallel_size * context) % config.expert_model_parallel_size
+    ):
         yield (
-            f"--expert-model-parallel-size {config.expert_model_parallel_size} does not divide the {tensor * config.data_parallel_size * context} "
+            f"--expert-model-parallel-size {config.expert_model_parallel_size} does not divide the "
+            f"{tensor * config.data_parallel_size * context} "
             f"ranks of one pipeline stage."
         )
     if config.sequence_parallel and tensor == 1:
-        yield "--sequence-parallel splits activations between tensor-parallel ranks: it needs --tensor-model-parallel-size of at least 2."
+        yield (
+            "--sequence-parallel splits activations between tensor-parallel ranks: it needs "
+            "--tensor-model-parallel-size of at least 2."
+        )
 
 
 def _schedule(config: Config) -> Iterator[str]:
@@ -215,7 +277,10 @@ def _schedule(config: Config) -> Iterator[str]:
     if config.min_lr > config.lr:
         yield f"--min-lr {config.min_lr:g} is more than --lr {config.lr:g}."
     if config.eps_clip_high is not None and config.eps_clip_high < config.eps_clip:
-        yield f"--eps-clip-high {config.eps_clip_high:g} is less than --eps-clip {config.eps_clip:g}: the upper range is the wider one."
+        yield (
+            f"--eps-clip-high {config.eps_clip_high:g} is less than --eps-clip {config.eps_clip:g}: the upper "
+            "range is the wider one."
+        )
     if config.load is not None and not Path(config.load).exists():
         yield f"--load: no such run folder or checkpoint: {config.load}"
 
@@ -242,4 +307,7 @@ def _without_effect(config: Config, explicit: Mapping[str, str]) -> Iterator[str
 def _engines(config: Config | EvalConfig) -> Iterator[str]:
     engines, gpus, each = config.rollout_num_engines, config.rollout_num_gpus, config.rollout_num_gpus_per_engine
     if engines is not None and gpus is not None and engines * each != gpus:
-        yield f"--rollout-num-engines {engines} × --rollout-num-gpus-per-engine {each} = {engines * each}, but --rollout-num-gpus is {gpus}."
+        yield (
+            f"--rollout-num-engines {engines} × --rollout-num-gpus-per-engine {each} = {engines * each}, but "
+            f"--rollout-num-gpus is {gpus}."
+        )

@@ -29,7 +29,10 @@ class Range:
     def __str__(self) -> str:
         if self.high is None:
             return f"{'more than' if self.low_open else 'at least'} {self.low:g}"
-        return f"{'above' if self.low_open else 'from'} {self.low:g} {'to below' if self.high_open else 'to'} {self.high:g}"
+        return (
+            f"{'above' if self.low_open else 'from'} {self.low:g} {'to below' if self.high_open else 'to'} "
+            f"{self.high:g}"
+        )
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,9 @@ class DataBuffer:
         if missing > 0:
             for task in self.source.get_samples(missing):
                 if not isinstance(task, Task):
-                    raise DataError(f"{type(self.source).__name__}.get_samples gave {type(task).__name__}, expected agentrl.Task")
+                    raise DataError(
+                        f"{type(self.source).__name__}.get_samples gave {type(task).__name__}, expected agentrl.Task"
+                    )
                 draws.append(Draw(f"g{self._issued:08d}", task))
                 self._issued += 1
         self._in_flight.update((draw.group_id, draw) for draw in draws)
@@ -128,7 +130,10 @@ class DataBuffer:
             "issued": self._issued,
             "trained": self._trained,
             "dropped": self._dropped,
-            "open": [{"group_id": d.group_id, "task": dataclasses.asdict(d.task)} for d in sorted(open_draws, key=lambda d: d.group_id)],
+            "open": [
+                {"group_id": d.group_id, "task": dataclasses.asdict(d.task)}
+                for d in sorted(open_draws, key=lambda d: d.group_id)
+            ],
         }
         if hasattr(self.source, "state_dict"):
             state["source"] = self.source.state_dict()
@@ -139,7 +144,10 @@ class DataBuffer:
         open_draws = [Draw(d["group_id"], Task(**d["task"])) for d in state["open"]]
         issued, trained, dropped = int(state["issued"]), int(state["trained"]), int(state["dropped"])
         if issued != trained + dropped + len(open_draws):
-            raise DataError(f"The saved account does not add up: {issued} issued, {trained} trained, {dropped} dropped, {len(open_draws)} open.")
+            raise DataError(
+                f"The saved account does not add up: {issued} issued, {trained} trained, {dropped} dropped, "
+                f"{len(open_draws)} open."
+            )
         if hasattr(self.source, "load_state_dict") and "source" in state:
             self.source.load_state_dict(state["source"])
         self._issued, self._trained, self._dropped = issued, trained, dropped
@@ -157,5 +165,8 @@ def load_source(spec: str, config: Any) -> DataSource:
     """
     source = load_object(spec, "--data-source-path")(config)
     if not isinstance(source, DataSource):
-        raise DataError(f"--data-source-path {spec}: {type(source).__name__} needs the methods get_samples(num_samples) and add_samples(samples).")
+        raise DataError(
+            f"--data-source-path {spec}: {type(source).__name__} needs the methods get_samples(num_samples) and "
+            "add_samples(samples)."
+        )
     return source

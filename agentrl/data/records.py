@@ -79,10 +79,22 @@ def from_record(record: dict[str, Any]) -> Trajectory:
     free = {name: json.loads(record[name]) if isinstance(record[name], str) else record[name] for name in JSON_FIELDS}
     task = Task(record["task_id"], record["task_seed"], record["task_split"], free["task_options"], record["env"])
     segments = [
-        Segment(**{name: np.asarray(s[name], dtype=dtype) for name, dtype in SEGMENT_ARRAYS.items()}, prompt_length=int(s["prompt_length"]))
+        Segment(
+            **{name: np.asarray(s[name], dtype=dtype) for name, dtype in SEGMENT_ARRAYS.items()},
+            prompt_length=int(s["prompt_length"]),
+        )
         for s in record["segments"]
     ]
-    values = {field.name: record[field.name] for field in dataclasses.fields(Trajectory) if field.name in record and field.name not in free}
+    values = {
+        field.name: record[field.name]
+        for field in dataclasses.fields(Trajectory)
+        if field.name in record and field.name not in free
+    }
     values |= {name: free[name] for name in ("rewards", "messages", "tool_calls", "info", "timings")}
-    values |= {"task": task, "segments": segments, "stop_reason": StopReason(record["stop_reason"]), "turn_rewards": list(record["turn_rewards"])}
+    values |= {
+        "task": task,
+        "segments": segments,
+        "stop_reason": StopReason(record["stop_reason"]),
+        "turn_rewards": list(record["turn_rewards"]),
+    }
     return Trajectory(**values)

@@ -1,13 +1,13 @@
 """The folder of one run: everything it writes, and what a later run, page or notebook needs to read it.
 
-    config.json      every option, resolved; `agentrl train --load RUN` starts from it
-    run.json         when and by which versions the run was started
-    metrics.jsonl    one line a step (training) and one an evaluation
-    tensorboard/     the same scalars
-    trajectories/    every episode, see :mod:`agentrl.data.store`
-    checkpoints/     model, optimizer, data position
-    logs/            one file a process
-    reward.png       the learning curve
+config.json      every option, resolved; `agentrl train --load RUN` starts from it
+run.json         when and by which versions the run was started
+metrics.jsonl    one line a step (training) and one an evaluation
+tensorboard/     the same scalars
+trajectories/    every episode, see :mod:`agentrl.data.store`
+checkpoints/     model, optimizer, data position
+logs/            one file a process
+reward.png       the learning curve
 """
 
 from __future__ import annotations
@@ -30,7 +30,18 @@ from agentrl.data.tracking import TensorBoard, Tracker, WandB, plot_reward
 from agentrl.errors import ConfigError, StorageError
 
 REWARD = "rollout/reward"
-_VERSIONED = ("agentrl", "torch", "megatron-core", "mbridge", "ray", "sglang", "sglang-router", "transformers", "gymnasium", "numpy")
+_VERSIONED = (
+    "agentrl",
+    "torch",
+    "megatron-core",
+    "mbridge",
+    "ray",
+    "sglang",
+    "sglang-router",
+    "transformers",
+    "gymnasium",
+    "numpy",
+)
 
 
 class RunDir:
@@ -65,7 +76,10 @@ class RunDir:
         if config.output_dir is not None:
             path = Path(config.output_dir).absolute()
             if (path / "config.json").exists():
-                raise ConfigError(f"--output-dir {config.output_dir} holds a run already. Continue it with --load {config.output_dir}, or choose another folder.")
+                raise ConfigError(
+                    f"--output-dir {config.output_dir} holds a run already. Continue it with --load "
+                    f"{config.output_dir}, or choose another folder."
+                )
             with storage_errors(path):
                 path.mkdir(parents=True, exist_ok=True)
         else:
@@ -100,7 +114,9 @@ class RunDir:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.close()
-            raise StorageError(f"{self.path}: another process is writing this run. End it first, or choose another --output-dir.") from None
+            raise StorageError(
+                f"{self.path}: another process is writing this run. End it first, or choose another --output-dir."
+            ) from None
         return lock
 
     def _write_description(self) -> None:
@@ -113,7 +129,13 @@ class RunDir:
             except (ValueError, KeyError):
                 starts = []  # describes earlier starts only; nothing depends on it
         starts.append(
-            {"time": time.time(), "argv": sys.argv[1:], "python": platform.python_version(), "platform": platform.platform(), "versions": _versions()}
+            {
+                "time": time.time(),
+                "argv": sys.argv[1:],
+                "python": platform.python_version(),
+                "platform": platform.platform(),
+                "versions": _versions(),
+            }
         )
         write_text(run_file, json.dumps({"starts": starts}, indent=2) + "\n")
 
@@ -121,7 +143,9 @@ class RunDir:
         if getattr(self.config, "tensorboard", False):
             self._trackers.append(TensorBoard(self.tensorboard_dir, first_step=first_step))
         if getattr(self.config, "use_wandb", False):
-            self._trackers.append(WandB(self.path, project=self.config.wandb_project, name=self.path.name, config=self.config.to_dict()))
+            self._trackers.append(
+                WandB(self.path, project=self.config.wandb_project, name=self.path.name, config=self.config.to_dict())
+            )
 
     # -- places --------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Every trajectory of a run, in Parquet: one file a step and set, written whole, readable by pandas and pyarrow.
 
 ``trajectories/train-000010.parquet`` holds the rollout of step 10, ``trajectories/eval-search-000010.parquet``
-the held-out episodes after it. Token arrays are nested lists of numbers (a list of segments a row), messages, tool calls
-and other free-form fields are JSON text. The schema version stands in the file's metadata.
+the held-out episodes after it. Token arrays are nested lists of numbers (a list of segments a row);
+messages, tool calls and other free-form fields are JSON text. The schema version is in the metadata.
 """
 
 from __future__ import annotations
@@ -44,17 +44,40 @@ def arrow_schema() -> pa.Schema:
     """Columns of a part. Array dtypes are those of :class:`agentrl.types.Segment`."""
     import pyarrow as pa
 
-    segment = pa.struct([*((name, pa.list_(pa.from_numpy_dtype(dtype))) for name, dtype in SEGMENT_ARRAYS.items()), ("prompt_length", pa.int32())])
+    segment = pa.struct(
+        [
+            *((name, pa.list_(pa.from_numpy_dtype(dtype))) for name, dtype in SEGMENT_ARRAYS.items()),
+            ("prompt_length", pa.int32()),
+        ]
+    )
     kinds: dict[str, Any] = {
-        "step": pa.int64(), "name": pa.string(),
-        "trajectory_id": pa.string(), "group_id": pa.string(), "task_id": pa.string(), "env": pa.string(),
-        "task_split": pa.string(), "task_seed": pa.int64(), "task_options": pa.string(), "agent": pa.string(),
-        "reward": pa.float64(), "rewards": pa.string(), "turn_rewards": pa.list_(pa.float64()), "advantage": pa.float64(),
-        "success": pa.bool_(), "stop_reason": pa.string(), "outcome": pa.string(), "error": pa.string(),
-        "num_turns": pa.int32(), "num_tokens": pa.int64(), "num_sampled": pa.int64(),
-        "messages": pa.string(), "tool_calls": pa.string(), "info": pa.string(), "timings": pa.string(),
+        "step": pa.int64(),
+        "name": pa.string(),
+        "trajectory_id": pa.string(),
+        "group_id": pa.string(),
+        "task_id": pa.string(),
+        "env": pa.string(),
+        "task_split": pa.string(),
+        "task_seed": pa.int64(),
+        "task_options": pa.string(),
+        "agent": pa.string(),
+        "reward": pa.float64(),
+        "rewards": pa.string(),
+        "turn_rewards": pa.list_(pa.float64()),
+        "advantage": pa.float64(),
+        "success": pa.bool_(),
+        "stop_reason": pa.string(),
+        "outcome": pa.string(),
+        "error": pa.string(),
+        "num_turns": pa.int32(),
+        "num_tokens": pa.int64(),
+        "num_sampled": pa.int64(),
+        "messages": pa.string(),
+        "tool_calls": pa.string(),
+        "info": pa.string(),
+        "timings": pa.string(),
         "segments": pa.list_(segment),
-    }  # fmt: skip
+    }
     return pa.schema(list(kinds.items()), metadata={_VERSION_KEY: str(SCHEMA_VERSION).encode()})
 
 
@@ -80,7 +103,9 @@ def _segments_column(trajectories: Sequence[Trajectory]) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), flat)
 
 
-def _batch(trajectories: Sequence[Trajectory], step: int, name: str, advantages: Mapping[str, float], schema: pa.Schema) -> pa.RecordBatch:
+def _batch(
+    trajectories: Sequence[Trajectory], step: int, name: str, advantages: Mapping[str, float], schema: pa.Schema
+) -> pa.RecordBatch:
     import pyarrow as pa
 
     rows = [scalars(t) for t in trajectories]
@@ -114,7 +139,14 @@ class TrajectoryStore:
         """Where the part of set ``name`` at ``step`` lies."""
         return self.folder / f"{name}-{step:06d}.parquet"
 
-    def write(self, step: int, trajectories: Iterable[Trajectory], *, name: str = "train", advantages: Mapping[str, float] | None = None) -> Path:
+    def write(
+        self,
+        step: int,
+        trajectories: Iterable[Trajectory],
+        *,
+        name: str = "train",
+        advantages: Mapping[str, float] | None = None,
+    ) -> Path:
         """Store the trajectories of one step, atomically.
 
         Args:
@@ -132,7 +164,16 @@ class TrajectoryStore:
         if not re.fullmatch(r"[\w.-]+", name):
             raise DataError(f"A set of trajectories cannot be called {name!r}: letters, digits, '-', '_' and '.' only.")
         schema, path = arrow_schema(), self.part_path(name, step)
-        with atomic_file(path) as stream, pq.ParquetWriter(pa.PythonFile(stream, mode="w"), schema, compression="zstd", compression_level=1, use_dictionary=_REPETITIVE) as writer:
+        with (
+            atomic_file(path) as stream,
+            pq.ParquetWriter(
+                pa.PythonFile(stream, mode="w"),
+                schema,
+                compression="zstd",
+                compression_level=1,
+                use_dictionary=_REPETITIVE,
+            ) as writer,
+        ):
             for chunk in _chunks(trajectories, ROW_GROUP):
                 writer.write_batch(_batch(chunk, step, name, advantages or {}, schema))
         return path
@@ -218,7 +259,10 @@ def _trajectories(path: Path) -> Iterator[Trajectory]:
             lengths = flat.field("prompt_length").to_pylist()
             for row, first, last in zip(rows, ends[:-1], ends[1:], strict=True):
                 row["segments"] = [
-                    {**{name: np.array(values[i].values) for name, values in arrays.items()}, "prompt_length": lengths[i]}
+                    {
+                        **{name: np.array(values[i].values) for name, values in arrays.items()},
+                        "prompt_length": lengths[i],
+                    }
                     for i in range(first, last)
                 ]
                 yield from_record(row)

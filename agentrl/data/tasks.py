@@ -31,7 +31,7 @@ class DataSource(Protocol):
 def env_label(spec: str) -> str:
     """Short name of an environment spec for ids and folders, the same on every machine.
 
-    ``search`` stays; ``path/to/file.py:MyEnv`` and ``pkg.module:MyEnv`` become ``MyEnv``, ``agentrl/search-v0`` ``search-v0``.
+    ``search`` stays; ``path/to/file.py:MyEnv`` and ``pkg.module:MyEnv`` become ``MyEnv``.
     """
     label = spec.rpartition(":")[2].rpartition("/")[2]
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in label).strip("-.") or "env"
@@ -55,7 +55,9 @@ def _task(env: str, split: str, index: int, seed: int) -> Task:
 
 
 def _drawn_task(env: str, split: str, seed: int) -> Task:
-    return Task(task_id=f"{env_label(env)}/{split}/seed-{seed}", seed=seed, split=split, options={"split": split}, env=env)
+    return Task(
+        task_id=f"{env_label(env)}/{split}/seed-{seed}", seed=seed, split=split, options={"split": split}, env=env
+    )
 
 
 class TaskSource:
@@ -116,7 +118,13 @@ class TaskSource:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-ready state; with it the rest of the order is determined."""
-        return {"env": self.env, "split": self.split, "num_tasks": self.num_tasks, "seed": self.seed, "cursor": self.cursor}
+        return {
+            "env": self.env,
+            "split": self.split,
+            "num_tasks": self.num_tasks,
+            "seed": self.seed,
+            "cursor": self.cursor,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken.
@@ -128,7 +136,8 @@ class TaskSource:
             if state[name] != getattr(self, name):
                 raise DataError(
                     f"The saved run drew its tasks from {name}={state[name]!r} of {state['env']!r}, now it is "
-                    f"{getattr(self, name)!r} of {self.env!r}: the data changed. Start a new run, or put the old data back."
+                    f"{getattr(self, name)!r} of {self.env!r}: the data changed. Start a new run, or put the old "
+                    "data back."
                 )
         self.seed, self.cursor = int(state["seed"]), int(state["cursor"])
 

@@ -60,7 +60,9 @@ class WandB:
         try:
             import wandb
         except ModuleNotFoundError:
-            raise ConfigError("--use-wandb needs the package wandb, which is not installed: pip install wandb, or leave the flag out.") from None
+            raise ConfigError(
+                "--use-wandb needs the package wandb, which is not installed: pip install wandb, or leave the flag out."
+            ) from None
         self._run = wandb.init(project=project, name=name, id=name, resume="allow", dir=str(folder), config=config)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -72,7 +74,9 @@ class WandB:
         self._run.finish()
 
 
-def plot_reward(path: Path, rewards: Sequence[tuple[int, float]], held_out: Mapping[str, Sequence[tuple[int, float]]], *, title: str) -> None:
+def plot_reward(
+    path: Path, rewards: Sequence[tuple[int, float]], held_out: Mapping[str, Sequence[tuple[int, float]]], *, title: str
+) -> None:
     """Draw the training reward of each step and held-out success points into a PNG.
 
     Args:
@@ -89,10 +93,10 @@ def plot_reward(path: Path, rewards: Sequence[tuple[int, float]], held_out: Mapp
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     if rewards:
-        axes.plot(*zip(*rewards), color="#4477aa", linewidth=1.5, label="training reward")
-    for color, (name, points) in zip(("#ee6677", "#228833", "#ccbb44", "#aa3377") * len(held_out), held_out.items()):
-        if points:
-            axes.plot(*zip(*points), color=color, marker="o", linestyle="--", linewidth=1, label=f"held-out success ({name})")
+        axes.plot([s for s, _ in rewards], [r for _, r in rewards], color="#4477aa", linewidth=1.5, label="training reward")
+    for name, points in held_out.items():
+        label = f"held-out success ({name})"
+        axes.plot([s for s, _ in points], [r for _, r in points], marker="o", linestyle="--", linewidth=1, label=label)
     axes.set(xlabel="rollout", ylabel="reward, success rate", title=title)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)

@@ -9,11 +9,27 @@ import pytest
 from agentrl.cli import main as cli
 from agentrl.errors import CheckpointError, StorageError
 
-HEAVY = "torch ray sglang megatron transformers tokenizers rich pyarrow matplotlib tensorboard httpx gymnasium numpy".split()
+HEAVY = [
+    "torch",
+    "ray",
+    "sglang",
+    "megatron",
+    "transformers",
+    "tokenizers",
+    "rich",
+    "pyarrow",
+    "matplotlib",
+    "tensorboard",
+    "httpx",
+    "gymnasium",
+    "numpy",
+]
 
 
 def run(*words):
-    return subprocess.run([sys.executable, "-m", "agentrl.cli.main", *words], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-m", "agentrl.cli.main", *words], capture_output=True, text=True, timeout=60
+    )
 
 
 @pytest.fixture
@@ -50,11 +66,20 @@ def test_every_command_has_help(command, capsys):
 def test_train_help_shows_groups_flags_and_defaults(capsys):
     cli.main(["train", "--env", "search", "--help"])
     out = capsys.readouterr().out
-    for part in ("Training loop and batch:", "--rollout-batch-size INT", "--[no-]tensorboard", "default 32", "--sglang-NAME VALUE", "--config FILE"):
+    for part in (
+        "Training loop and batch:",
+        "--rollout-batch-size INT",
+        "--[no-]tensorboard",
+        "default 32",
+        "--sglang-NAME VALUE",
+        "--config FILE",
+    ):
         assert part in out
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["eval", "--help"], ["serve-retriever", "--help"], ["version"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "--help"], ["eval", "--help"], ["serve-retriever", "--help"], ["version"]]
+)
 def test_help_is_quick_and_imports_nothing_heavy(words):
     code = (
         f"import sys; from agentrl.cli.main import main; assert main({words!r}) == 0;"
@@ -63,7 +88,9 @@ def test_help_is_quick_and_imports_nothing_heavy(words):
     began = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - began < 10  # the figure itself is measured by benchmarks/cli_help.py, alone on the machine
+    assert (
+        time.perf_counter() - began < 10
+    )  # the figure itself is measured by benchmarks/cli_help.py, alone on the machine
 
 
 def test_unknown_command_names_the_nearest(capsys):
@@ -105,7 +132,9 @@ def test_ctrl_c_ends_with_130(training, train_flags, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("module", "hint"), [("torch", "agentrl[train]"), ("ray.util", "agentrl[train]"), ("sglang", "make venv")])
+@pytest.mark.parametrize(
+    ("module", "hint"), [("torch", "agentrl[train]"), ("ray.util", "agentrl[train]"), ("sglang", "make venv")]
+)
 def test_a_missing_package_names_the_extra(training, train_flags, capsys, module, hint):
     def needs(config):
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
@@ -145,7 +174,11 @@ def test_output_to_a_closed_pipe_is_quiet():
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, "-u", "-m", "agentrl.cli.main", "train", "--help"], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60
+        [sys.executable, "-u", "-m", "agentrl.cli.main", "train", "--help"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
     )
     os.close(write)
     assert done.returncode == 1 and done.stderr == ""

@@ -27,7 +27,14 @@ sglang: {mem_fraction_static: 0.5}
 moe_router_topk: 2
 """
 JSON = json.dumps(
-    {"env": "search", "lr": 1e-6, "num_rollout": 3, "eval_interval": 1, "env_args": {"two_hop": 0.5}, "sglang_mem_fraction_static": 0.5}
+    {
+        "env": "search",
+        "lr": 1e-6,
+        "num_rollout": 3,
+        "eval_interval": 1,
+        "env_args": {"two_hop": 0.5},
+        "sglang_mem_fraction_static": 0.5,
+    }
     | {"megatron": {"moe_router_topk": 2}}
 )
 

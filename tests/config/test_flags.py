@@ -8,7 +8,17 @@ from agentrl.errors import ConfigError
 
 
 def test_values_are_typed(load):
-    cfg = load("--lr", "3e-5", "--num-rollout=7", "--rollout-batch-size", "1_6", "--dtype", "fp32", "--use-kl-loss", "--no-tensorboard")
+    cfg = load(
+        "--lr",
+        "3e-5",
+        "--num-rollout=7",
+        "--rollout-batch-size",
+        "1_6",
+        "--dtype",
+        "fp32",
+        "--use-kl-loss",
+        "--no-tensorboard",
+    )
     assert (cfg.lr, cfg.num_rollout, cfg.rollout_batch_size, cfg.dtype) == (3e-5, 7, 16, "fp32")
     assert cfg.use_kl_loss is True and cfg.tensorboard is False
 
@@ -33,9 +43,23 @@ def test_repeatable_flags_collect(load, tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).write_text("{}\n")
     cfg = load(
-        "--env-arg", "n=3", "--env-arg", "names=[1, 2]", "--env-arg", "text=plain words", "--env-arg", "eq=a=b",
-        "--eval-interval", "2", "--eval-prompt-data", "one", str(tmp_path / "a"), "--eval-prompt-data", "two", str(tmp_path / "b"),
-    )  # fmt: skip
+        "--env-arg",
+        "n=3",
+        "--env-arg",
+        "names=[1, 2]",
+        "--env-arg",
+        "text=plain words",
+        "--env-arg",
+        "eq=a=b",
+        "--eval-interval",
+        "2",
+        "--eval-prompt-data",
+        "one",
+        str(tmp_path / "a"),
+        "--eval-prompt-data",
+        "two",
+        str(tmp_path / "b"),
+    )
     assert cfg.env_args == {"n": 3, "names": [1, 2], "text": "plain words", "eq": "a=b"}
     assert cfg.eval_prompt_data == (("one", str(tmp_path / "a")), ("two", str(tmp_path / "b")))
 

@@ -16,12 +16,23 @@ pytestmark = pytest.mark.skipif(
 
 def test_sglang_options_are_typed(load):
     cfg = load(
-        "--sglang-mem-fraction-static", "0.3", "--sglang-enable-metrics", "--sglang-context-length", "8k",
-        "--sglang-log-level", "warning", "--sglang-lora-paths", '["a"]',
-    )  # fmt: skip
+        "--sglang-mem-fraction-static",
+        "0.3",
+        "--sglang-enable-metrics",
+        "--sglang-context-length",
+        "8k",
+        "--sglang-log-level",
+        "warning",
+        "--sglang-lora-paths",
+        '["a"]',
+    )
     assert cfg.sglang == {
-        "mem_fraction_static": 0.3, "enable_metrics": True, "context_length": 8000, "log_level": "warning", "lora_paths": ["a"],
-    }  # fmt: skip
+        "mem_fraction_static": 0.3,
+        "enable_metrics": True,
+        "context_length": 8000,
+        "log_level": "warning",
+        "lora_paths": ["a"],
+    }
 
 
 def test_sglang_aliases_lead_to_one_name(load):
@@ -51,13 +62,34 @@ def test_wrong_sglang_options(refused, flags, parts):
 
 def test_megatron_options_are_typed(load):
     cfg = load(
-        "--moe-router-topk", "2", "--no-bias-dropout-fusion", "--masked-softmax-fusion", "--moe-z-loss-coeff", "1e-3",
-        "--recompute-granularity", "full", "--recompute-num-layers", "1", "--num-layers", "4", "--overlap-grad-reduce", "--recompute-modules", "mlp", "core_attn",
-    )  # fmt: skip
+        "--moe-router-topk",
+        "2",
+        "--no-bias-dropout-fusion",
+        "--masked-softmax-fusion",
+        "--moe-z-loss-coeff",
+        "1e-3",
+        "--recompute-granularity",
+        "full",
+        "--recompute-num-layers",
+        "1",
+        "--num-layers",
+        "4",
+        "--overlap-grad-reduce",
+        "--recompute-modules",
+        "mlp",
+        "core_attn",
+    )
     assert cfg.megatron == {
-        "moe_router_topk": 2, "bias_dropout_fusion": False, "masked_softmax_fusion": True, "moe_z_loss_coeff": 1e-3,
-        "recompute_granularity": "full", "recompute_num_layers": 1, "num_layers": 4, "overlap_grad_reduce": True, "recompute_modules": ["mlp", "core_attn"],
-    }  # fmt: skip
+        "moe_router_topk": 2,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": True,
+        "moe_z_loss_coeff": 1e-3,
+        "recompute_granularity": "full",
+        "recompute_num_layers": 1,
+        "num_layers": 4,
+        "overlap_grad_reduce": True,
+        "recompute_modules": ["mlp", "core_attn"],
+    }
 
 
 def test_our_own_options_come_before_megatrons(load):
@@ -125,7 +157,9 @@ def test_what_is_read_is_what_the_server_accepts():
 
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
-    real = {option[2:]: action for action in parser._actions for option in action.option_strings if option.startswith("--")}
+    real = {
+        option[2:]: action for action in parser._actions for option in action.option_strings if option.startswith("--")
+    }
     read = foreign.sglang_fields()
     assert set(real) - {"help"} <= set(read)
     for flag in set(real) - {"help"}:

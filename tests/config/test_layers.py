@@ -12,7 +12,18 @@ from agentrl.errors import CheckpointError, ConfigError
 def run_folder(tmp_path, load):
     folder = tmp_path / "run"
     (folder / "checkpoints" / "step_000004").mkdir(parents=True)
-    config = load("--lr", "1e-4", "--num-rollout", "8", "--max-turns", "3", "--env-arg", "topk=2", "--save-hf", str(tmp_path / "hf"))
+    config = load(
+        "--lr",
+        "1e-4",
+        "--num-rollout",
+        "8",
+        "--max-turns",
+        "3",
+        "--env-arg",
+        "topk=2",
+        "--save-hf",
+        str(tmp_path / "hf"),
+    )
     (folder / "config.json").write_text(json.dumps(config.replace(output_dir="elsewhere", load="older").to_dict()))
     return folder
 

@@ -29,11 +29,11 @@ def test_batch_rule_is_exact_and_shows_its_numbers(refused):
     assert "divisor of 256" in refused("--num-steps-per-rollout", "3")
 
 
-@given(
-    st.integers(1, 64), st.integers(2, 32), st.none() | st.integers(1, 64), st.none() | st.integers(1, 64)
-)  # fmt: skip
+@given(st.integers(1, 64), st.integers(2, 32), st.none() | st.integers(1, 64), st.none() | st.integers(1, 64))
 def test_a_derived_batch_always_satisfies_the_rule(batch, samples, size, steps):
-    cfg = Config(rollout_batch_size=batch, n_samples_per_prompt=samples, global_batch_size=size, num_steps_per_rollout=steps)
+    cfg = Config(
+        rollout_batch_size=batch, n_samples_per_prompt=samples, global_batch_size=size, num_steps_per_rollout=steps
+    )
     try:
         done = derive(cfg)
     except ConfigError:
@@ -56,12 +56,18 @@ def test_a_derived_batch_always_satisfies_the_rule(batch, samples, size, steps):
         (("--tensor-model-parallel-size", "3"), ("--tensor-model-parallel-size 3", "num_attention_heads 4")),
         (("--tensor-model-parallel-size", "4"), ("num_key_value_heads 2",)),
         (("--pipeline-model-parallel-size", "3"), ("--pipeline-model-parallel-size 3", "num_hidden_layers 4")),
-        (("--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node", "3"), ("1 × --actor-num-gpus-per-node 3 = 3", "tensor 2")),
+        (
+            ("--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node", "3"),
+            ("1 × --actor-num-gpus-per-node 3 = 3", "tensor 2"),
+        ),
         (("--sequence-parallel",), ("--sequence-parallel", "--tensor-model-parallel-size")),
         (("--expert-model-parallel-size", "2"), ("--expert-model-parallel-size 2", "no experts")),
         (("--actor-num-gpus-per-node", "512"), ("--global-batch-size 256", "512 data-parallel ranks")),
         (("--rollout-num-gpus", "5", "--rollout-num-gpus-per-engine", "2"), ("5", "2", "4 or 6")),
-        (("--rollout-num-gpus", "4", "--rollout-num-engines", "3"), ("--rollout-num-engines 3", "--rollout-num-gpus is 4")),
+        (
+            ("--rollout-num-gpus", "4", "--rollout-num-engines", "3"),
+            ("--rollout-num-engines 3", "--rollout-num-gpus is 4"),
+        ),
         (("--lr-warmup-steps", "1000"), ("--lr-warmup-steps 1000", "100 optimizer steps")),
         (("--eps-clip", "0.3", "--eps-clip-high", "0.2"), ("--eps-clip-high 0.2", "--eps-clip 0.3")),
         (("--kl-loss-coef", "0.1"), ("--kl-loss-coef has no effect without --use-kl-loss",)),
@@ -97,12 +103,19 @@ def test_missing_environment_and_model(model):
 def test_prompt_data_makes_an_environment(tmp_path, model):
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text('{"prompt": "1+1", "label": "2"}\n')
-    cfg = load_config(["--prompt-data", str(tasks), "--hf-checkpoint", model, "--rm-type", "math", "--label-key", "label"])
+    cfg = load_config(
+        ["--prompt-data", str(tasks), "--hf-checkpoint", model, "--rm-type", "math", "--label-key", "label"]
+    )
     spec, kwargs = cfg.env_spec()
     assert spec == "agentrl.envs.prompt:PromptEnv"
     assert kwargs == {
-        "path": str(tasks), "input_key": "prompt", "label_key": "label", "metadata_key": None, "apply_chat_template": True, "reward": "math",
-    }  # fmt: skip
+        "path": str(tasks),
+        "input_key": "prompt",
+        "label_key": "label",
+        "metadata_key": None,
+        "apply_chat_template": True,
+        "reward": "math",
+    }
 
 
 def test_layout_follows_from_parallel_sizes(load):

@@ -58,10 +58,20 @@ def test_more_than_one_row_group(store, make_trajectory, same):
 @given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=6), st.text(), st.floats())
 def test_any_shape_and_any_text_survive(tmp_path_factory, shapes, text, number):
     def segment(n):
-        return Segment(np.arange(n, dtype=np.int32), np.ones(n, np.uint8), np.zeros(n, np.float32), np.ones(n, np.int32), 0)
+        return Segment(
+            np.arange(n, dtype=np.int32), np.ones(n, np.uint8), np.zeros(n, np.float32), np.ones(n, np.int32), 0
+        )
 
     ts = [
-        Trajectory(f"t{i}", text, Task(text, i), [segment(n) for n in shape], [{"role": "user", "content": text}], info={"x": number}, error=text)
+        Trajectory(
+            f"t{i}",
+            text,
+            Task(text, i),
+            [segment(n) for n in shape],
+            [{"role": "user", "content": text}],
+            info={"x": number},
+            error=text,
+        )
         for i, shape in enumerate(shapes)
     ]
     store = TrajectoryStore(tmp_path_factory.mktemp("any"))
@@ -93,7 +103,10 @@ def test_advantages_and_columns_for_pandas(store, make_trajectory):
     frame = pandas.read_parquet(store.folder)
     assert list(frame.columns) == arrow_schema().names and len(frame) == 5
     assert frame.set_index("trajectory_id").advantage[["t0", "t1"]].tolist() == [-0.5, 0.5]
-    assert store.table("train", columns=["reward", "step"]).to_pydict() == {"reward": [0.0, 1.0, 0.0, 1.0], "step": [3] * 4}
+    assert store.table("train", columns=["reward", "step"]).to_pydict() == {
+        "reward": [0.0, 1.0, 0.0, 1.0],
+        "step": [3] * 4,
+    }
     tokens = frame.segments[0][0]["tokens"]
     assert len(tokens) == len(frame.segments[0][0]["logprobs"]) == frame.num_tokens[0]
 
@@ -105,7 +118,12 @@ def test_parts_are_listed_and_rewound(store, make_trajectory):
         store.write(step, [make_trajectory(step)], name="eval-search")
     assert [(p.name, p.step) for p in store.parts("eval-search")] == [("eval-search", s) for s in (0, 2, 3)]
     assert store.rewind(2) == 3
-    assert [(p.name, p.step) for p in store.parts()] == [("eval-search", 0), ("eval-search", 2), ("train", 0), ("train", 1)]
+    assert [(p.name, p.step) for p in store.parts()] == [
+        ("eval-search", 0),
+        ("eval-search", 2),
+        ("train", 0),
+        ("train", 1),
+    ]
 
 
 def test_doing_a_step_again_replaces_its_part(store, make_trajectory):
@@ -179,10 +197,17 @@ def test_memory_of_a_write_is_bounded_by_the_arrays(store, make_trajectory):
 
     store.write(0, [make_trajectory(0)])
     written = [make_trajectory(i, length=2000) for i in range(1000)]
-    arrays = sum(getattr(s, n).nbytes for t in written for s in t.segments for n in ("tokens", "loss_mask", "logprobs", "versions"))
+    arrays = sum(
+        getattr(s, n).nbytes
+        for t in written
+        for s in t.segments
+        for n in ("tokens", "loss_mask", "logprobs", "versions")
+    )
     before = pa.total_allocated_bytes()
     tracemalloc.start()
     store.write(1, written)
     python_peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert python_peak + pa.default_memory_pool().max_memory() - before < arrays  # beside the arrays themselves: 2 x in all
+    assert (
+        python_peak + pa.default_memory_pool().max_memory() - before < arrays
+    )  # beside the arrays themselves: 2 x in all

@@ -50,19 +50,32 @@ def test_unlimited_splits_are_drawn_by_seed():
 
 def test_ids_are_stable():
     """Stored trajectories and saved runs refer to tasks by these."""
-    assert [t.task_id for t in TaskSource("pkg.envs:MyEnv", 3).next_groups(3)] == ["MyEnv/train/2", "MyEnv/train/0", "MyEnv/train/1"]
+    assert [t.task_id for t in TaskSource("pkg.envs:MyEnv", 3).next_groups(3)] == [
+        "MyEnv/train/2",
+        "MyEnv/train/0",
+        "MyEnv/train/1",
+    ]
     assert [t.seed for t in TaskSource("search", None, seed=0).next_groups(2)] == [1028437303, 1864225368]
 
 
 @pytest.mark.parametrize(
     ("spec", "label"),
-    [("search", "search"), ("a.b:Env", "Env"), ("some dir/my file.py:Env", "Env"), ("agentrl/search-v0", "search-v0"), ("../..", "env"), (":", "env")],
+    [
+        ("search", "search"),
+        ("a.b:Env", "Env"),
+        ("some dir/my file.py:Env", "Env"),
+        ("agentrl/search-v0", "search-v0"),
+        ("../..", "env"),
+        (":", "env"),
+    ],
 )
 def test_label_is_fit_for_a_folder(spec, label):
     assert env_label(spec) == label
 
 
-@given(st.integers(1, 40) | st.none(), st.integers(0, 100), st.lists(st.integers(0, 17), max_size=6), st.integers(0, 17))
+@given(
+    st.integers(1, 40) | st.none(), st.integers(0, 100), st.lists(st.integers(0, 17), max_size=6), st.integers(0, 17)
+)
 def test_saved_state_continues_exactly(size, seed, taken, rest):
     source = TaskSource("search", size, seed=seed)
     for n in taken:
