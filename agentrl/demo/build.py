@@ -59,6 +59,7 @@ class Recipe:
         Phase("habit", 150, 3e-4, batch=24, habits=Habits(stop_early=0.75, guess=0.1)),
     )
     copy_length: int = 32
+    measured_tasks: int = 256  # held-out questions played after each phase of demonstrations
     weight_decay: float = 0.01
     clip: float = 1.0
     betas: tuple[float, float] = field(default=(0.9, 0.98))
@@ -148,7 +149,7 @@ def save_model(model: Any, directory: Path) -> None:
     clone.save_pretrained(directory, safe_serialization=True)
 
 
-def measure(model: Any, tokenizer: Any, *, tasks: int = 256) -> dict[str, dict[str, float]]:
+def measure(model: Any, tokenizer: Any, *, tasks: int) -> dict[str, dict[str, float]]:
     """Success on held-out questions, greedy and at temperature 1, of the weights as they are saved."""
     import torch
 
@@ -173,7 +174,7 @@ def build(out: Path, seed: int, recipe: Recipe) -> dict[str, Any]:
     for number, phase in enumerate(recipe.phases):
         train_phase(model, tokenizer, phase, recipe, seed * 100 + number)
         if phase.habits is not None:
-            record["held_out"][phase.name] = measure(model, tokenizer)
+            record["held_out"][phase.name] = measure(model, tokenizer, tasks=recipe.measured_tasks)
             print(phase.name, json.dumps(record["held_out"][phase.name]), flush=True)
     save_model(model, out)
     (out / "build.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

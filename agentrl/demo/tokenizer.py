@@ -26,12 +26,12 @@ SPLIT_PATTERN = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+(?: +[^\s\p{L}\p{N}]+)*|\s+
 """Words, digits, runs of punctuation, white space. Runs of punctuation may hold spaces, so that the
 structure of JSON (``": {"``) costs one token."""
 
-_COMMON_WORDS = """a about
-after all also an and any are as ask at be been before but by call can city company could do
+_COMMON_WORDS = """\
+a about after all also an and any are as ask at be been before but by call can city company could do
 document does each end fact find first for founder from get give given had has have he help her his how i if in
 information into is it its just know last like line look made make may me more most must my name need new no not now of
-often old on one only or other our out people person place question reply result results say see she short
-should so some
+often old on one only or other our out people person place question reply result results say see she short should so \
+some
 step such than that the their them then there these they thing think this time to tool tools two until up use user
 was we were what when where which who why will with word would write year yes you your"""
 
