@@ -129,20 +129,23 @@ def _interrupt(task: asyncio.Task[Any] | None) -> None:
 
 
 def summary_table(summaries: dict[str, EvalSummary]) -> Table:
-    """What ``agentrl eval`` prints."""
+    """What ``agentrl eval`` prints: one column a set."""
     table = Table(title="Held-out evaluation", title_justify="left")
-    for name in ("set", "success", "95 % interval", "reward", "turns", "tool calls", "tokens", "truncated", "errors"):
-        table.add_column(name, justify="left" if name == "set" else "right")
+    table.add_column("")
     for name, s in summaries.items():
-        table.add_row(
-            f"{name} ({s.split}, {s.success.n_tasks} tasks)",
-            f"{s.success.mean:.1%}",
-            f"{s.success.low:.1%} – {s.success.high:.1%}",
-            f"{s.reward.mean:.3f} ± {s.reward.stderr:.3f}",
-            f"{s.turns:.1f}",
-            f"{s.tool_calls:.1f}",
-            f"{s.tokens:.0f}",
-            f"{s.truncation_rate:.1%}",
-            str(s.errors),
-        )
+        table.add_column(f"{name} ({s.split})", justify="right")
+    rows = {
+        "success": lambda s: f"{s.success.mean:.1%}",
+        "95 % interval": lambda s: f"{s.success.low:.1%} – {s.success.high:.1%}",
+        "reward (± standard error)": lambda s: f"{s.reward.mean:.3f} ± {s.reward.stderr:.3f}",
+        "tasks": lambda s: str(s.success.n_tasks),
+        "episodes scored": lambda s: str(s.success.n),
+        "errors (not scored)": lambda s: str(s.errors),
+        "turns": lambda s: f"{s.turns:.1f}",
+        "tool calls": lambda s: f"{s.tool_calls:.1f}",
+        "tokens generated": lambda s: f"{s.tokens:.0f}",
+        "truncated": lambda s: f"{s.truncation_rate:.1%}",
+    }
+    for label, cell in rows.items():
+        table.add_row(label, *(cell(s) for s in summaries.values()))
     return table

@@ -22,7 +22,7 @@ from agentrl.errors import AgentRLError, EnvError
 from agentrl.evaluation.heldout import HeldOutSet, held_out_sets, run_set
 from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.client import EngineClient
-from agentrl.rollout.setup import engine_spec, episode_limits, eval_params, rollout_params
+from agentrl.rollout.setup import engine_spec, episode_limits, eval_params, has_gpu, rollout_params
 from agentrl.rollout.worker import EpisodeRunner
 from agentrl.trainer.advantages import grpo
 from agentrl.trainer.batch import TrainBatch
@@ -148,6 +148,8 @@ class RolloutManager:
         prompt = after["prompt_tokens"] - before["prompt_tokens"]
         metrics["engine/cached_fraction"] = (after["cached_tokens"] - before["cached_tokens"]) / max(prompt, 1)
         metrics |= {f"data/{name}": float(count) for name, count in self.buffer.counts.items()}
+        # From here the trainer's weights move on: a replaced engine must wait for the next sync.
+        self.pool.hold()
         import ray
 
         return metrics, [ray.put(batch)]
@@ -220,12 +222,40 @@ class RolloutManager:
     # -- weights --------------------------------------------------------------------------------------
 
     async def update_weights(self, ranks: list[Any], version: int) -> dict[str, float]:
-        """Bring every engine to the trainer's weights as ``version``; dead engines are replaced first."""
-        from agentrl.trainer.sync_session import sync_engines
+        """Bring every engine to the trainer's weights as ``version``; those that fail are replaced.
 
-        metrics = await sync_engines(self.pool, ranks, version, self.cfg)
+        Args:
+            ranks: handles of the trainer's ranks; the same at every call.
+            version: number of rollouts the weights were trained on.
+        """
+        if self.version < 0:
+            self._attach(ranks)
+        began = time.monotonic()
+        report = await self.pool.update_weights(version)
         self.version = version
-        return metrics
+        return {
+            "time/sync": time.monotonic() - began,
+            "sync/pause_seconds": report.pause_seconds,
+            "sync/bytes": float(report.nbytes),
+            "sync/verified": float(report.verified),
+            "sync/engines": float(len(report.synced)),
+        }
+
+    def _attach(self, ranks: list[Any]) -> None:
+        from agentrl.trainer.actor import RankSender
+        from agentrl.trainer.weight_sync import WeightSync
+
+        cfg = self.cfg
+        self.pool.attach(
+            WeightSync(
+                RankSender(ranks),
+                transport=cfg.weight_sync_transport,
+                backend="nccl" if has_gpu() else "gloo",
+                host=cfg.host,
+                pause_mode=cfg.pause_mode,
+                disk_dir=self.run_dir if cfg.weight_sync_transport == "disk" else None,
+            )
+        )
 
     # -- state ----------------------------------------------------------------------------------------
 

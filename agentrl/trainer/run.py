@@ -199,18 +199,20 @@ def report(run: RunDir, progress: Progress, first: Evaluation | None, last: Eval
         rows = [(name, first.summaries[name], last.summaries[name]) for name in last.summaries]
         progress.log(before_after(rows))
     folder = shown(run.path)
-    progress.log(
-        Text.assemble(
-            ("done", "bold green"), f" in {clock(progress.elapsed)}\n",
-            f"  run folder    {folder}\n",
-            f"  reward curve  {shown(figure)}\n",
-            f"  TensorBoard   tensorboard --logdir {folder}/tensorboard\n",
-            ("what next\n", "bold"),
-            f"  agentrl eval --run {folder}                     evaluate the trained agent\n",
-            f"  agentrl export --run {folder} --output-dir my-agent   write it as a Hugging Face model\n",
-            "  agentrl train --env my_env.py:MyEnv              train on an environment of your own (see README)",
-        )
-    )  # fmt: skip
+    places = {"run folder": folder, "reward curve": shown(figure)}
+    if run.config.tensorboard:
+        places["TensorBoard"] = f"tensorboard --logdir {folder}/tensorboard"
+    following = {
+        "train on an environment of your own": "agentrl train --env my_env.py:MyEnv",
+    }
+    if CheckpointStore(run.checkpoints).newest_step():
+        following = {
+            "evaluate the trained agent": f"agentrl eval --run {folder}",
+            "write it as a Hugging Face model": f"agentrl export --run {folder} --output-dir my-agent",
+        } | following
+    lines = [f"  {name:<13} {value}" for name, value in places.items()]
+    lines += ["what next:", *(f"  {command:<58} # {what}" for what, command in following.items())]
+    progress.log(Text.assemble(("done", "bold green"), f" in {clock(progress.elapsed)}\n", "\n".join(lines)))
 
 
 def telling_pair(before: list[Trajectory], after: list[Trajectory]) -> tuple[Trajectory, Trajectory] | None:

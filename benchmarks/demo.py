@@ -1,0 +1,94 @@
+"""The demo as a whole: held-out success before and after, time, first episode, memory.
+
+Runs ``agentrl train --env search`` with the embedded defaults, once a seed, and reads what the run folder says::
+
+    python benchmarks/demo.py --seeds 0 1 2
+
+Peak memory is the sum of the proportional set sizes (PSS: shared pages counted once) of the driver and all that
+descends from it, sampled every two seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from agentrl.warden import descendants
+
+SAMPLE_S = 2.0
+LIMIT_S = 1800.0
+
+
+def pss_bytes(pid: int) -> int:
+    """Proportional set size of a process; 0 when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:")), 0)
+
+
+def run_once(seed: int, folder: Path, extra: list[str]) -> dict[str, float]:
+    """One demo; the figures of it."""
+    run = folder / f"seed-{seed}"
+    command = [sys.executable, "-m", "agentrl.cli.main", "train", "--env", "search", "--seed", str(seed),
+               "--output-dir", str(run), *extra]  # fmt: skip
+    log = folder / f"seed-{seed}.log"
+    started = time.monotonic()
+    peak, first_episode = 0, float("nan")
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
+        while process.poll() is None:
+            if time.monotonic() - started > LIMIT_S:
+                process.terminate()
+                process.wait(60)
+                raise SystemExit(f"the demo took more than {LIMIT_S:.0f} s; see {log}")
+            peak = max(peak, sum(pss_bytes(p.pid) for p in descendants(process.pid)))
+            if first_episode != first_episode and b"the first episode" in log.read_bytes():
+                first_episode = time.monotonic() - started
+            time.sleep(SAMPLE_S if first_episode == first_episode else 0.5)
+    if process.returncode:
+        raise SystemExit(f"the demo failed with exit code {process.returncode}:\n{log.read_text()[-3000:]}")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    success = [line["eval/search/success"] for line in lines if "eval/search/success" in line]
+    mismatch = [line["train/logprob_abs_diff_mean"] for line in lines if "train/logprob_abs_diff_mean" in line]
+    return {
+        "seed": seed,
+        "before": success[0],
+        "after": success[-1],
+        "seconds": time.monotonic() - started,
+        "first_episode_s": first_episode,
+        "peak_pss_gb": peak / 1e9,
+        "logprob_abs_diff_mean": max(mismatch),
+        "tokens_per_s": statistics.median(line["rollout/tokens_per_s"] for line in lines if "rollout/reward" in line),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--json", help="file for the figures")
+    args, extra = parser.parse_known_args()
+    results = []
+    with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder:
+        for seed in args.seeds:
+            results.append(run_once(seed, Path(folder), extra))
+            print(json.dumps(results[-1]), flush=True)
+    mean = {key: statistics.fmean(r[key] for r in results) for key in results[0] if key != "seed"}
+    print(
+        f"demo, mean of {len(results)} seeds: held-out success {mean['before']:.1%} -> {mean['after']:.1%} "
+        f"in {mean['seconds']:.0f} s; first episode after {mean['first_episode_s']:.0f} s; "
+        f"peak memory {max(r['peak_pss_gb'] for r in results):.2f} GB (PSS); "
+        f"log-probability difference at most {max(r['logprob_abs_diff_mean'] for r in results):.1e}"
+    )
+    if args.json:
+        Path(args.json).write_text(json.dumps({"runs": results, "mean": mean}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
