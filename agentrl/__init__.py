@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl import _gymnasium
 
 if TYPE_CHECKING:
-    from agentrl import rewards
-    from agentrl.envs import spaces
+    from agentrl import rewards, spaces
     from agentrl.envs.core import Env
     from agentrl.envs.prompt import PromptEnv
     from agentrl.envs.registry import make, register, registered
@@ -46,7 +45,7 @@ _HOME = {
     "registered": "agentrl.envs.registry",
     "tool": "agentrl.tools.base",
 }
-_MODULES = {"rewards": "agentrl.rewards", "spaces": "agentrl.envs.spaces"}
+_MODULES = {"rewards": "agentrl.rewards", "spaces": "agentrl.spaces"}
 
 __all__ = [*_HOME, *_MODULES, "__version__"]
 

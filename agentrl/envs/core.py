@@ -140,21 +140,21 @@ class Env(gymnasium.Env[str, str]):
         """The conversation so far as text (render mode ``ansi``)."""
         return "\n".join(f"{m['role']}: {m.get('content', '')}" for m in getattr(self, "_transcript", []))
 
-    # -- the other entry points, replaced in subclasses by the pair of what the author defined -----
+    # -- the async entry points; a subclass that defines the blocking one gets its own made of it --
 
     async def areset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
         """:meth:`reset` for callers on an event loop."""
-        return await run_blocking(self.reset, seed=seed, options=options)
+        return await run_blocking(_plain(Env.reset), self, seed=seed, options=options)
 
     async def astep(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """:meth:`step` for callers on an event loop."""
-        return await run_blocking(self.step, action)
+        return await run_blocking(_plain(Env.step), self, action)
 
     async def aclose(self) -> None:
         """:meth:`close` for callers on an event loop."""
-        await run_blocking(self.close)
+        await run_blocking(_plain(Env.close), self)
 
     # -- around the author's code ----------------------------------------------------------------
 

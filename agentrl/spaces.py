@@ -1,0 +1,5 @@
+"""Gymnasium spaces of agent environments."""
+
+from agentrl.envs.spaces import Unicode
+
+__all__ = ["Unicode"]
