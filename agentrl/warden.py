@@ -20,9 +20,23 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Self
+
+SCRATCH_ENV = "AGENTRL_TMPDIR"
+
+
+def scratch_folder(prefix: str) -> str:
+    """A new private temporary folder, below the run's own where a :class:`Warden` has made one.
+
+    The path is short: Unix sockets live in it, and their paths have 107 characters.
+    """
+    root = os.environ.get(SCRATCH_ENV)
+    if root:
+        os.makedirs(root, mode=0o700, exist_ok=True)
+    return tempfile.mkdtemp(prefix=prefix, dir=root or None)
 
 
 class Proc(NamedTuple):
@@ -131,6 +145,9 @@ def _wait_for_end(procs: set[Proc], timeout: float) -> set[Proc]:
 class Warden:
     """The driver's handle. Use as a context manager, or :meth:`start` and :meth:`close`.
 
+    While it is open, :func:`scratch_folder` of this process and of its children (by the environment
+    variable ``AGENTRL_TMPDIR``) makes folders below one that goes with the run.
+
     Args:
         temp_dirs: folders removed at the end of the run, however it ends.
         interval: seconds between two recordings of the driver's descendants.
@@ -155,7 +172,9 @@ class Warden:
             start_new_session=True,
             cwd=root,
         )
-        for path in self._temp_dirs:
+        scratch = tempfile.mkdtemp(prefix="agentrl-run-")
+        os.environ[SCRATCH_ENV] = scratch
+        for path in (*self._temp_dirs, scratch):
             self._send({"temp_dir": path})
 
     def add_temp_dir(self, path: str | os.PathLike[str]) -> None:
@@ -174,6 +193,7 @@ class Warden:
         if self._process is None:
             return
         process, self._process = self._process, None
+        os.environ.pop(SCRATCH_ENV, None)
         if process.stdin:
             process.stdin.close()
         try:
@@ -206,9 +226,7 @@ def watch(driver_pid: int, interval: float, pipe: int = 0) -> None:
     buffer = b""
     while True:
         recorded = {proc for proc in recorded if is_running(proc)}
-        recorded.update(
-            proc for proc in descendants(driver_pid, include_root=False) if proc.pid != me
-        )
+        recorded.update(proc for proc in descendants(driver_pid, include_root=False) if proc.pid != me)
         # Orphans keep their own children: follow those too.
         readable, _, _ = select.select([pipe], [], [], interval)
         if not readable:

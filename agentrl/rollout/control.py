@@ -1,14 +1,13 @@
 """The control plane of one engine: pause, weights, versions, health, by SGLang's HTTP routes.
 
-These calls go to the engine itself, not through the router, which has no such routes. Every
-call has a deadline; every failure is an :class:`~agentrl.errors.EngineError` that names the engine and the route.
+These calls go to the engine itself, not through the router, which has no such routes. Every call has a
+deadline; every failure is an :class:`~agentrl.errors.EngineError` that names the engine and the route.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -28,6 +27,14 @@ class Bucket:
     shapes: tuple[tuple[int, ...], ...]
     nbytes: int
     last: bool
+
+
+@dataclass(frozen=True)
+class SendResult:
+    """What a broadcast brought: the next bucket (``None`` after the last), and groups that failed."""
+
+    next: Bucket | None
+    failed: dict[str, str] = field(default_factory=dict)
 
 
 class EngineControl:
@@ -110,7 +117,7 @@ class EngineControl:
         await self._post("/init_weights_update_group", body, timeout=timeout)
 
     async def destroy_group(self, group_name: str, *, timeout: float | None = None) -> None:
-        """Leave a process group; none of that name is no error. Answers only if the engine is alive inside."""
+        """Leave a process group; none of that name is no error."""
         await self._call(
             "POST", "/destroy_weights_update_group", {"group_name": group_name}, timeout, accept=(200, 400)
         )
@@ -150,9 +157,7 @@ class EngineControl:
         }
         await self._post("/update_weights_from_distributed", body, timeout=timeout)
 
-    async def update_from_disk(
-        self, path: str, *, version: int, flush: bool, timeout: float | None = None
-    ) -> None:
+    async def update_from_disk(self, path: str, *, version: int, flush: bool, timeout: float | None = None) -> None:
         """Load the safetensors files of a folder that the engine can read."""
         body = {"model_path": path, "weight_version": str(version), "flush_cache": flush}
         await self._post("/update_weights_from_disk", body, timeout=timeout)
@@ -209,12 +214,10 @@ class EngineControl:
                 method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=limit)
             ) as answer:
                 if answer.status not in accept:
-                    raise EngineError(
-                        f"engine {self.url}{path}: HTTP {answer.status}: {(await answer.text())[:500]}"
-                    )
+                    raise EngineError(f"engine {self.url}{path}: HTTP {answer.status}: {(await answer.text())[:500]}")
                 is_json = answer.content_type == "application/json"
                 return answer.status, await answer.json() if is_json else None
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise EngineError(f"engine {self.url}{path}: no answer within {limit:g} s") from None
         except aiohttp.ClientError as error:
             raise EngineError(f"engine {self.url}{path}: {type(error).__name__}: {error}") from error

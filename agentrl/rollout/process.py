@@ -15,12 +15,13 @@ import collections
 import ctypes
 import os
 import secrets
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -28,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from agentrl.errors import EngineError
-from agentrl.warden import Proc, descendants, end_processes
+from agentrl.warden import Proc, descendants, end_processes, scratch_folder
 
 API_KEY_ENV = "AGENTRL_API_KEY"
 OWNER_ENV = "AGENTRL_OWNER_PID"
@@ -112,10 +113,14 @@ class ServerProcess:
         self.port = port
         self.api_key = api_key or new_api_key()
         self.health_path = health_path
-        self.scratch = Path(tempfile.mkdtemp(prefix="agentrl-"))
+        self.scratch = Path(scratch_folder("server-"))
         self.log_path = Path(log_dir or self.scratch) / f"{name}.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._tree: dict[int, Proc] = {}
+        self._spawning = threading.Lock()
+        self._ending = threading.Lock()
+        self._stopped = False
+        self._log_start = 0
 
     # What a subclass says about its server.
 
@@ -143,6 +148,21 @@ class ServerProcess:
 
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until the server ends by itself or ``timeout`` seconds passed; whether it ended. Costs no CPU."""
+        process = self._process
+        if process is None:
+            return True
+        try:
+            # Waits on a descriptor that becomes readable when the process ends; `Popen.wait` would poll.
+            watched = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            return True
+        try:
+            return bool(select.select([watched], [], [], timeout)[0])
+        finally:
+            os.close(watched)
 
     def tree(self) -> list[Proc]:
         """The server and its descendants, as seen now or earlier, that may still be alive."""
@@ -178,19 +198,23 @@ class ServerProcess:
     def stop(self, timeout: float = 2.0) -> None:
         """End the server and all its descendants; remove its temporary folder. Idempotent.
 
-        A server has nothing to save, so it is not given long to go by itself.
+        A server has nothing to save, so it is not given long to go by itself. Final: a start under way
+        in another thread fails, and the object does not start again.
 
         Args:
             timeout: seconds between SIGTERM to the server and SIGKILL to all that is left.
         """
+        with self._spawning:
+            self._stopped = True
         self._end_tree(timeout)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     def log_tail(self, lines: int = 15) -> str:
-        """The last lines of the log."""
+        """The last lines that this server wrote into its log."""
         try:
-            with open(self.log_path, encoding="utf-8", errors="replace") as log:
-                return "".join(collections.deque(log, maxlen=lines))
+            with open(self.log_path, "rb") as log:
+                log.seek(self._log_start)
+                return b"".join(collections.deque(log, maxlen=lines)).decode(errors="replace")
         except FileNotFoundError:
             return ""
 
@@ -215,7 +239,10 @@ class ServerProcess:
             API_KEY_ENV: self.api_key,
         }
         command = [sys.executable, "-m", self.module, *self.arguments()]
-        with open(self.log_path, "ab") as log:
+        with open(self.log_path, "ab") as log, self._spawning:
+            if self._stopped:
+                raise EngineError(f"{self.name} was stopped")
+            self._log_start = log.tell()
             self._process = _spawner.submit(
                 subprocess.Popen,
                 command,
@@ -228,14 +255,17 @@ class ServerProcess:
 
     def _wait_until_healthy(self, deadline: float, *, last: bool) -> bool:
         """True when healthy, False when the port was taken by another and may be tried again."""
+        process = self._process
         while time.monotonic() < deadline:
-            if not self.is_alive():
+            if self._stopped or process is None:
+                raise EngineError(f"{self.name} was stopped while it started")
+            if process.poll() is not None:
                 tail = self.log_tail(200)
                 if "address already in use" in tail.lower() and not last:
                     return False
                 cause = self.explain(tail) or "it ended while starting"
                 raise EngineError(
-                    f"{self.name} did not start: {cause} (exit status {self._process.returncode}). "
+                    f"{self.name} did not start: {cause} (exit status {process.returncode}). "
                     f"Log: {self.log_path}\n{self.log_tail()}"
                 )
             if self.is_healthy():
@@ -260,19 +290,21 @@ class ServerProcess:
             return False
 
     def _end_tree(self, timeout: float) -> None:
-        if self._process is None:
-            return
-        tree = self.tree()
-        # The server ends its own children; told directly, they would look to it like crashes.
-        self._process.terminate()
-        try:
-            self._process.wait(timeout=timeout)
-        except subprocess.TimeoutExpired:
+        with self._ending:
+            process = self._process
+            if process is None:
+                return
             tree = self.tree()
-        end_processes(tree, term_timeout=0)
-        try:
-            self._process.wait(timeout=5.0)
-        except subprocess.TimeoutExpired:
-            raise EngineError(f"{self.name}: process {self.pid} did not end after SIGKILL") from None
-        self._process = None
-        self._tree.clear()
+            # The server ends its own children; told directly, they would look to it like crashes.
+            process.terminate()
+            try:
+                process.wait(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                tree = self.tree()
+            end_processes(tree, term_timeout=0)
+            try:
+                process.wait(timeout=5.0)
+            except subprocess.TimeoutExpired:
+                raise EngineError(f"{self.name}: process {process.pid} did not end after SIGKILL") from None
+            self._process = None
+            self._tree.clear()

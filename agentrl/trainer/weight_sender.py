@@ -11,13 +11,12 @@ tensor that would not starts a new bucket (only where dtypes are mixed).
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import os
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,28 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from agentrl.rollout.control import Bucket
+from agentrl.rollout.control import Bucket, SendResult
+from agentrl.trainer.weight_checksums import Checksums, Packed
 
 LOOPBACK = ("127.0.0.1", "localhost")
-
-# Parameters that SGLang's dense models (Llama, Qwen2, Qwen3) hold fused: part -> whole, place.
-FUSED = {
-    "q_proj": ("qkv_proj", 0),
-    "k_proj": ("qkv_proj", 1),
-    "v_proj": ("qkv_proj", 2),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-}
-VOCAB_PADDING = 64
-"""SGLang pads the rows of embedding and head to a multiple of this, with zeros."""
-
-
-@dataclass(frozen=True)
-class SendResult:
-    """What a broadcast brought: the next bucket (``None`` after the last), and groups that failed."""
-
-    next: Bucket | None
-    failed: dict[str, str] = field(default_factory=dict)
 
 
 class WeightSender:
@@ -88,8 +69,8 @@ class WeightSender:
         self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else "cpu"
         self._store: dist.Store | None = None
         self._groups: dict[str, Any] = {}
-        self._walk: Iterator[_Packed] | None = None
-        self._current: _Packed | None = None
+        self._walk: Iterator[Packed] | None = None
+        self._current: Packed | None = None
         self._buffers: list[torch.Tensor] = []
         self._hashes = Checksums(tp=tp, num_kv_heads=num_kv_heads)
 
@@ -114,38 +95,43 @@ class WeightSender:
         self._loopback = host in LOOPBACK
         return port
 
-    def arrived(self, groups: dict[str, int]) -> list[str]:
-        """Which of these groups (name to world size) have all their engines at the rendezvous."""
-        if self._rank != 0 or self._backend == "nccl":  # NCCL meets at the first broadcast
-            return list(groups)
-        keys = self._store.list_keys()
-        present = {name: sum(key.startswith(f"{name}/") for key in keys) for name in groups}
-        return [name for name, size in groups.items() if present[name] >= size - 1]
-
     def connect(self, groups: dict[str, int], timeout: float = 30.0) -> dict[str, str]:
-        """Form groups with the engines, which join at the same time. Blocks until all have.
+        """Form those groups whose engines have come to the rendezvous. Call again for the others.
+
+        Waits half a second at most for engines to come: once a group is being formed nothing
+        can stop the wait for a member, so it is formed only when all are there.
 
         Args:
             groups: name to world size. This process is rank 0 of each.
-            timeout: seconds until all members must have joined.
+            timeout: seconds that forming a group may take.
 
         Returns:
-            Groups that could not be formed, with the reason.
+            The state of each: ``formed``, ``waiting`` for its engines, or why it could not be formed.
         """
         if self._rank != 0:
             return {}
+        deadline = time.monotonic() + 0.5
+        while (present := self._present(groups)) != set(groups) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        states = dict.fromkeys(groups, "waiting")
         self._store.set_timeout(timedelta(seconds=timeout))
         # One thread a group: each waits for its own engines.
         with _gloo_on_loopback(self._loopback), ThreadPoolExecutor(max_workers=len(groups) or 1) as pool:
-            formed = {name: pool.submit(self._form, name, size) for name, size in groups.items()}
-        failed = {}
-        for name, future in formed.items():
+            forming = {name: pool.submit(self._form, name, groups[name]) for name in present}
+        for name, future in forming.items():
             error = future.exception()
+            states[name] = "formed" if error is None else f"{type(error).__name__}: {error}"
             if error is None:
                 self._groups[name] = future.result()
-            else:
-                failed[name] = str(error)
-        return failed
+        return states
+
+    def _present(self, groups: dict[str, int]) -> set[str]:
+        """Groups all of whose engines have left their address in the store."""
+        if self._backend == "nccl":  # members meet at the first broadcast
+            return set(groups)
+        keys = self._store.list_keys()
+        count = {name: sum(key.startswith(f"{name}/") for key in keys) for name in groups}
+        return {name for name, size in groups.items() if count[name] >= size - 1}
 
     def _form(self, name: str, world_size: int) -> Any:
         """What ``init_process_group`` does, as SGLang's side does it, without becoming the default group."""
@@ -186,13 +172,10 @@ class WeightSender:
 
     def broadcast(self) -> SendResult:
         """Send the current bucket to all groups, and pack the next one."""
-        if self._rank == 0:
-            failed = self._send(self._current)
-        else:
-            failed = {}
+        failed = self._send(self._current) if self._rank == 0 else {}
         return SendResult(self._advance(), failed)
 
-    def _send(self, packed: _Packed) -> dict[str, str]:
+    def _send(self, packed: Packed) -> dict[str, str]:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         works: dict[str, Any] = {}
@@ -214,7 +197,7 @@ class WeightSender:
         return failed
 
     def _advance(self) -> Bucket | None:
-        if self._current is not None and not self._current.bucket.last:
+        if self._rank == 0 and self._current is not None and not self._current.bucket.last:
             self._hashes.add_later(self._current)
         last_one = self._current
         self._current = next(self._walk, None)
@@ -223,7 +206,7 @@ class WeightSender:
             return None
         return self._current.bucket
 
-    def _pack(self) -> Iterator[_Packed]:
+    def _pack(self) -> Iterator[Packed]:
         """Pack the export into buckets, alternating between two buffers."""
         turns = itertools.cycle((0, 1))
         tensors = self._tensors()
@@ -278,23 +261,6 @@ class WeightSender:
         return total
 
 
-@dataclass
-class _Packed:
-    bucket: Bucket
-    flat: torch.Tensor
-    which: int
-
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        offset = 0
-        for name, dtype, shape in zip(
-            self.bucket.names, self.bucket.dtypes, self.bucket.shapes, strict=True
-        ):
-            torch_dtype = getattr(torch, dtype)
-            size = torch.Size(shape).numel() * torch_dtype.itemsize
-            yield name, self.flat[offset : offset + size].view(torch_dtype).view(shape)
-            offset += size
-
-
 class _Packing:
     """One bucket while it is filled."""
 
@@ -341,117 +307,10 @@ class _Packing:
             buffers[self._which] = buffer = bigger
         return buffer
 
-    def close(self, *, last: bool) -> _Packed:
+    def close(self, *, last: bool) -> Packed:
         flat = self._sender._buffers[self._which][: self._offset]
-        bucket = Bucket(
-            tuple(self._names), tuple(self._dtypes), tuple(self._shapes), self._offset, last
-        )
-        return _Packed(bucket, flat, self._which)
-
-
-class Checksums:
-    """SGLang's per-parameter checksums, computed from HF parameters while they are at hand.
-
-    SGLang hashes each parameter it holds with SHA-256 over the bytes and keeps the first 8 bytes, as
-    hexadecimal (``tensor_hash`` for CPU tensors). Fused parameters are the concatenation of their
-    parts along the rows; embedding and head are padded with zero rows.
-    On the GPU SGLang uses another hash, so parameters there are left out and only engines are compared
-    with each other.
-    """
-
-    def __init__(self, *, tp: int = 1, num_kv_heads: int | None = None) -> None:
-        self._tp = tp
-        self._kv_heads = num_kv_heads
-        self._digests: list[dict[str, str]] = []
-        self._parts: dict[str, dict[int, torch.Tensor]] = {}
-        self._running: dict[int, Future[None]] = {}
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="agentrl-checksum")
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the last walk."""
-        for which in list(self._running):
-            self.wait_for(which)
-        self._digests = [{} for _ in range(self._tp)]
-        self._parts = {}
-
-    def add_later(self, packed: _Packed) -> None:
-        """Hash a bucket in the background; its buffer may be reused after :meth:`wait_for`."""
-        if not packed.flat.is_cuda:
-            self._running[packed.which] = self._pool.submit(self._add, packed)
-
-    def wait_for(self, which: int) -> None:
-        """Wait until the background hash of a buffer is done."""
-        future = self._running.pop(which, None)
-        if future is not None:
-            future.result()
-
-    def add(self, packed: _Packed) -> None:
-        """Hash a bucket now."""
-        for which in list(self._running):
-            self.wait_for(which)
-        if not packed.flat.is_cuda:
-            self._add(packed)
-
-    def result(self) -> list[dict[str, str]]:
-        """All checksums so far; a fused parameter of which parts are missing is left out."""
-        return [dict(digests) for digests in self._digests]
-
-    def _add(self, packed: _Packed) -> None:
-        for name, tensor in packed.named_tensors():
-            self._add_tensor(name, tensor)
-
-    def _add_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        pieces = name.split(".")
-        module = pieces[-2] if len(pieces) > 1 else ""
-        if module in FUSED:
-            whole, place = FUSED[module]
-            fused_name = ".".join([*pieces[:-2], whole, pieces[-1]])
-            parts = self._parts.setdefault(fused_name, {})
-            # The buffer is reused: a part that waits for the others must be kept.
-            parts[place] = tensor
-            if len(parts) < (3 if whole == "qkv_proj" else 2):
-                parts[place] = tensor.clone()
-                return
-            tensors = [parts[index] for index in sorted(parts)]
-            del self._parts[fused_name]
-            self._digest(fused_name, whole, tensors)
-        else:
-            self._digest(name, module, [tensor])
-
-    def _digest(self, name: str, module: str, tensors: list[torch.Tensor]) -> None:
-        for rank in range(self._tp):
-            shards = [self._shard(module, tensor, rank) for tensor in tensors]
-            if any(shard is None for shard in shards):
-                return
-            sha = hashlib.sha256()
-            for shard in shards:
-                sha.update(memoryview(shard.contiguous().reshape(-1).view(torch.uint8).numpy()))
-            if module in ("embed_tokens", "lm_head"):
-                rows = shards[0].shape[0]
-                missing = -(-rows // VOCAB_PADDING) * VOCAB_PADDING - rows
-                sha.update(bytes(missing * shards[0][0].numel() * shards[0].element_size()))
-            self._digests[rank][name] = sha.hexdigest()[:16]
-
-    def _shard(self, module: str, tensor: torch.Tensor, rank: int) -> torch.Tensor | None:
-        """What a tensor-parallel rank holds; ``None`` where that is not a plain equal split."""
-        if self._tp == 1:
-            return tensor
-        if module in ("o_proj", "down_proj"):
-            dim = 1 if tensor.dim() == 2 else None
-        elif module in ("qkv_proj", "gate_up_proj", "embed_tokens", "lm_head"):
-            dim = 0
-        else:
-            dim = None
-        if module == "qkv_proj" and (self._kv_heads is None or self._kv_heads % self._tp):
-            return None
-        if dim is None:
-            return tensor
-        if tensor.shape[dim] % self._tp or (
-            module in ("embed_tokens", "lm_head") and tensor.shape[0] % (VOCAB_PADDING * self._tp)
-        ):
-            return None
-        return tensor.chunk(self._tp, dim)[rank]
+        bucket = Bucket(tuple(self._names), tuple(self._dtypes), tuple(self._shapes), self._offset, last)
+        return Packed(bucket, flat, self._which)
 
 
 @contextlib.contextmanager
@@ -469,4 +328,3 @@ def _gloo_on_loopback(wanted: bool) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = before
-

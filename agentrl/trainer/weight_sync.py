@@ -2,18 +2,21 @@
 
 ::
 
-    pause ─▶ begin ─▶ connect ─▶ transfer (buckets; the last sets the version and flushes) ─▶ end ─▶ continue ─▶ verify
-      └──────────┴────────┴──────────── any failure ────────────────────────────────────────▶ resume
+    pause ─▶ begin ─▶ connect ─▶ transfer ─▶ end ─▶ continue ─▶ verify
+      └────────┴─────────┴──────────┴─────────┴── failure ─▶ resume
 
-``connect`` is skipped while the group of the last sync still fits. With the disk transport the weights are
+``connect`` is skipped while the group of the last sync still fits. ``transfer`` goes by buckets; the last sets
+the version and flushes the prefix cache. With the disk transport the weights are
 written before the pause, and ``begin``, ``connect`` and ``end`` fall away.
 
 What holds when :meth:`WeightSync.sync` returns or raises, whatever went wrong and wherever:
 
-- every engine of the report's ``synced`` holds version ``version``, runs, and was compared with what was sent;
-- every other engine is in ``failed`` with the reason. It was taken out of traffic (``retire``) and then, as far
-  as it answers, its requests were aborted, its update session closed and its generation resumed. It may
-  hold old, new or mixed weights and must be replaced.
+- every engine of the report's ``synced`` holds version ``version``, runs, and was compared with what was
+  sent;
+- every engine in ``failed`` was taken out of traffic (``retire``) and then, as far as it answers, its requests
+  were aborted, its update session closed and its generation resumed. It may hold old, new or mixed
+  weights and must be replaced;
+- when the trainer's end failed before any weight was sent, engines run on as they were.
 
 Over gloo each engine has a group of its own with the sender, so one that dies or hangs costs no other
 anything. Over NCCL all engines share one group, for speed; when it breaks it is formed again of
@@ -30,94 +33,16 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from agentrl.errors import EngineError, WeightSyncError
-from agentrl.rollout.control import PAUSE_MODES, Bucket, EngineControl
-from agentrl.trainer.weight_sender import SendResult, WeightSender
+from agentrl.rollout.control import PAUSE_MODES, EngineControl
+from agentrl.trainer.sync_types import Deadlines, LocalSender, Sender, SyncFailed, SyncReport
+from agentrl.warden import scratch_folder
 
-__all__ = ["Deadlines", "LocalSender", "Sender", "SyncFailed", "SyncReport", "WeightSender", "WeightSync"]
+__all__ = ["Deadlines", "LocalSender", "Sender", "SyncFailed", "SyncReport", "WeightSync"]
 
 TRANSPORTS = ("broadcast", "disk")
-
-
-class Sender(Protocol):
-    """The trainer's end, as the state machine sees it.
-
-    Each call goes to the same-named method of :class:`~agentrl.trainer.weight_sender.WeightSender` on every
-    trainer rank, and returns what rank 0 returned.
-    """
-
-    async def listen(self, host: str) -> int: ...
-    async def arrived(self, groups: dict[str, int]) -> list[str]: ...
-    async def connect(self, groups: dict[str, int], timeout: float) -> dict[str, str]: ...
-    async def start(self) -> Bucket | None: ...
-    async def broadcast(self) -> SendResult: ...
-    async def checksums(self) -> list[dict[str, str]]: ...
-    async def save(self, path: str) -> int: ...
-    async def drop(self, name: str) -> None: ...
-    async def abort(self) -> None: ...
-
-
-class LocalSender:
-    """A :class:`WeightSender` of this process, run in worker threads, one call after the other."""
-
-    def __init__(self, sender: WeightSender) -> None:
-        self._sender = sender
-        self._lock = asyncio.Lock()
-
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        method = getattr(self._sender, name)
-
-        async def call(*args: Any) -> Any:
-            # A cancelled caller does not free the sender: the call in its thread goes on.
-            async with self._lock:
-                return await asyncio.shield(asyncio.ensure_future(asyncio.to_thread(method, *args)))
-
-        return call
-
-
-@dataclass(frozen=True)
-class Deadlines:
-    """Seconds each state may take, for one engine."""
-
-    pause: float = 60.0
-    begin: float = 30.0
-    connect: float = 30.0
-    bucket: float = 120.0
-    disk: float = 600.0
-    end: float = 60.0
-    resume: float = 20.0
-    verify: float = 120.0
-
-
-@dataclass
-class SyncReport:
-    """What a sync did."""
-
-    version: int
-    synced: list[str] = field(default_factory=list)
-    """Addresses of engines that hold the version and run."""
-    failed: dict[str, str] = field(default_factory=dict)
-    """Addresses of engines that must be replaced, with the reason."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Wall time by state."""
-    pause_seconds: float = 0.0
-    """Wall time from the first pause to the last continue: what generation lost."""
-    nbytes: int = 0
-    buckets: int = 0
-    verified: int = 0
-    """Parameters whose checksum in the engine equals the sender's."""
-    unverified: tuple[str, ...] = ()
-    """Parameters the sender could not predict (unknown fusion, GPU hash); equal on all engines."""
-
-
-class SyncFailed(WeightSyncError):
-    """A sync that brought no engine, or not rightly, to its version. ``report`` says how far it came."""
-
-    def __init__(self, message: str, report: SyncReport) -> None:
-        super().__init__(message)
-        self.report = report
 
 
 @dataclass
@@ -232,15 +157,16 @@ class WeightSync:
         await self._pause(run)
         await self._timed(run, "begin", self._begin(run))
         for attempt in range(self.attempts):
-            await self._timed(run, "connect", self._connect(run))
-            if not run.active or await self._timed(run, "transfer", self._transfer(run)):
+            connected = await self._timed(run, "connect", self._connect(run))
+            if not run.active or (connected and await self._timed(run, "transfer", self._transfer(run))):
                 break
             await self._recover(run, last=attempt == self.attempts - 1)
         await self._timed(run, "end", self._end(run))
         await self._continue(run, started)
 
     async def _sync_by_disk(self, run: _Run) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="agentrl-weights-", dir=self.disk_dir))
+        shared = self.disk_dir is not None
+        folder = Path(tempfile.mkdtemp(prefix="weights-", dir=self.disk_dir) if shared else scratch_folder("weights-"))
         path = str(folder / f"version-{run.report.version}")
         try:
             run.report.nbytes = await self._timed(run, "save", self.sender.save(path))
@@ -272,14 +198,17 @@ class WeightSync:
         run.open.update(run.active)
         await self._each(run, lambda e: e.begin_weight_update(timeout=self.deadlines.begin))
 
-    async def _connect(self, run: _Run) -> None:
-        """Form the groups, unless those of the last sync hold exactly the active engines."""
+    async def _connect(self, run: _Run) -> bool:
+        """Form the groups, unless those of the last sync hold exactly the active engines.
+
+        False if a shared group could not be formed.
+        """
         members = [engine for group in self._groups.values() for engine in group]
         if set(members) == set(run.active) and self._groups:
-            return
+            return True
         await self._leave_groups(run)
         if not run.active:
-            return
+            return True
         shared = self.backend == "nccl"
         parts = [list(run.active)] if shared else [[engine] for engine in run.active]
         # Unique beyond this process: an engine may outlive a trainer, and SGLang keeps names for good.
@@ -300,36 +229,29 @@ class WeightSync:
                     timeout=self.deadlines.connect,
                 )
         joining = {engine: asyncio.ensure_future(join) for engine, join in joins.items()}
-        for name in await self._groups_without_arrivals(groups, world, joining):
-            del groups[name], world[name]
-        failed = await self.sender.connect(world, self.deadlines.connect)
-        await self._gather(run, joining)
-        for name, reason in failed.items():
-            for engine in groups.pop(name):
-                run.fail(engine, f"could not form a group with the trainer: {reason}")
         self._groups = groups
+        try:
+            failed = await self._form(world, {name: [joining[e] for e in part] for name, part in groups.items()})
+        except BaseException:
+            for join in joining.values():
+                join.cancel()
+            raise
+        await self._gather(run, joining)
+        return await self._drop_failed_groups(run, failed)
 
-    async def _groups_without_arrivals(
-        self,
-        groups: dict[str, list[EngineControl]],
-        world: dict[str, int],
-        joining: dict[EngineControl, asyncio.Future[None]],
-    ) -> list[str]:
-        """Wait until the engines of each group are at the rendezvous, or one of them cannot come.
-
-        The sender blocks once it forms a group, so it must not form one in which nobody else is.
-        """
-        waiting, given_up = set(groups), []
+    async def _form(self, world: dict[str, int], joining: dict[str, list[asyncio.Future[None]]]) -> dict[str, str]:
+        """Have the sender form each group once its engines have come; give up those where one cannot come."""
+        waiting, failed = dict(world), {}
         while waiting:
-            for name in list(waiting):
-                if any(joining[engine].done() and joining[engine].exception() for engine in groups[name]):
-                    given_up.append(name)
-                    waiting.remove(name)
-            arrived = await self.sender.arrived(world) if waiting else []
-            waiting -= {name for name in waiting if name in arrived}
-            if waiting:
-                await asyncio.sleep(0.01)
-        return given_up
+            states = await self.sender.connect(waiting, self.deadlines.connect)
+            for name, state in states.items():
+                absent = [join for join in joining[name] if join.done() and join.exception()]
+                if state == "waiting" and not absent:
+                    continue
+                del waiting[name]
+                if state != "formed":
+                    failed[name] = state if state != "waiting" else "an engine did not come"
+        return failed
 
     async def _transfer(self, run: _Run) -> bool:
         """Send all buckets. False if a shared group broke, so that all must be sent again."""
@@ -405,18 +327,18 @@ class WeightSync:
     # When something breaks.
 
     async def _drop_failed_groups(self, run: _Run, failed: dict[str, str]) -> bool:
-        """Forget groups with a failed member. False if a healthy engine was in one of them."""
-        broken_for_others = False
+        """Leave groups with a failed member. False if others were in one of them: :meth:`_recover` is due."""
+        shared_broke = False
         for name, part in list(self._groups.items()):
             if name not in failed and all(engine in run.active for engine in part):
                 continue
-            del self._groups[name]
             await self.sender.drop(name)
             if len(part) == 1:
-                run.fail(part[0], f"broadcast failed: {failed.get(name)}")
+                del self._groups[name]
+                run.fail(part[0], f"its group with the trainer failed: {failed.get(name)}")
             else:
-                broken_for_others = True
-        return not broken_for_others
+                shared_broke = True
+        return not shared_broke
 
     async def _recover(self, run: _Run, *, last: bool) -> None:
         """After a shared group broke: unblock its members, keep those that answer."""
@@ -430,9 +352,9 @@ class WeightSync:
         await self.sender.abort()
         name_of = {engine: name for name, part in groups.items() for engine in part}
         leaves = {
-            engine: engine.destroy_group(name_of[engine], timeout=self.deadlines.resume)
-            for engine in run.active
-            if engine in name_of
+            engine: engine.destroy_group(name, timeout=self.deadlines.resume)
+            for engine, name in name_of.items()
+            if engine not in run.failed
         }
         await self._gather(run, leaves)
 

@@ -1,0 +1,92 @@
+"""What weight sync is told and what it tells: the sender as it sees it, deadlines, the report.
+
+Nothing here imports torch: the state machine runs in a process that has no need of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from agentrl.errors import WeightSyncError
+from agentrl.rollout.control import Bucket, SendResult
+
+
+class Sender(Protocol):
+    """The trainer's end, as the state machine sees it.
+
+    Each call goes to the same-named method of :class:`~agentrl.trainer.weight_sender.WeightSender` on every
+    trainer rank, and returns what rank 0 returned.
+    """
+
+    async def listen(self, host: str) -> int: ...
+    async def connect(self, groups: dict[str, int], timeout: float) -> dict[str, str]: ...
+    async def start(self) -> Bucket | None: ...
+    async def broadcast(self) -> SendResult: ...
+    async def checksums(self) -> list[dict[str, str]]: ...
+    async def save(self, path: str) -> int: ...
+    async def drop(self, name: str) -> None: ...
+    async def abort(self) -> None: ...
+
+
+class LocalSender:
+    """A ``WeightSender`` of this process, run in worker threads, one call after the other."""
+
+    def __init__(self, sender: Any) -> None:
+        self._sender = sender
+        self._lock = asyncio.Lock()
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        method = getattr(self._sender, name)
+
+        async def call(*args: Any) -> Any:
+            # A cancelled caller does not free the sender: the call in its thread goes on.
+            async with self._lock:
+                return await asyncio.shield(asyncio.ensure_future(asyncio.to_thread(method, *args)))
+
+        return call
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds each state may take, for one engine."""
+
+    pause: float = 60.0
+    begin: float = 30.0
+    connect: float = 30.0
+    bucket: float = 120.0
+    disk: float = 600.0
+    end: float = 60.0
+    resume: float = 20.0
+    verify: float = 120.0
+
+
+@dataclass
+class SyncReport:
+    """What a sync did."""
+
+    version: int
+    synced: list[str] = field(default_factory=list)
+    """Addresses of engines that hold the version and run."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Addresses of engines that must be replaced, with the reason."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time by state."""
+    pause_seconds: float = 0.0
+    """Wall time from the first pause to the last continue: what generation lost."""
+    nbytes: int = 0
+    buckets: int = 0
+    verified: int = 0
+    """Parameters whose checksum in the engine equals the sender's."""
+    unverified: tuple[str, ...] = ()
+    """Parameters the sender could not predict (unknown fusion, GPU hash); equal on all engines."""
+
+
+class SyncFailed(WeightSyncError):
+    """A sync that brought no engine, or not rightly, to its version. ``report`` says how far it came."""
+
+    def __init__(self, message: str, report: SyncReport) -> None:
+        super().__init__(message)
+        self.report = report
