@@ -19,7 +19,7 @@ from agentrl.errors import AgentRLError
 from agentrl.evaluation.heldout import HeldOutSet, held_out_sets, run_set
 from agentrl.evaluation.metrics import EvalSummary
 from agentrl.progress import Progress, shown
-from agentrl.rollout.setup import engine_spec, episode_limits, eval_params
+from agentrl.rollout.setup import engine_spec, episode_limits, eval_params, scratch
 from agentrl.types import Trajectory
 from agentrl.warden import Warden
 
@@ -35,7 +35,12 @@ def evaluate(cfg: EvalConfig) -> dict[str, EvalSummary]:
     """
     model = model_folder(cfg)
     sets = held_out_sets(cfg, split=cfg.split)
-    with RunDir.create(cfg) as run, Progress(f"agentrl eval · {run.path.name}", 0) as progress, Warden():
+    with (
+        RunDir.create(cfg) as run,
+        Progress(f"agentrl eval · {run.path.name}", 0) as progress,
+        Warden() as warden,
+        scratch(warden),
+    ):
         progress.log(Text(f"run folder  {run.path}\nmodel       {model}"))
         summaries = asyncio.run(_evaluate(cfg, model, sets, run, progress))
         write_text(

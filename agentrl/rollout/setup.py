@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 from agentrl.rollout.conversation import EpisodeLimits
 from agentrl.rollout.engine import EngineSpec
 from agentrl.types import SamplingParams
+from agentrl.warden import Warden
 
 
 def has_gpu() -> bool:
@@ -15,6 +20,28 @@ def has_gpu() -> bool:
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return False
     return os.path.exists("/dev/nvidia0") or os.path.exists("/dev/dxg")
+
+
+@contextlib.contextmanager
+def scratch(warden: Warden) -> Iterator[str]:
+    """One temporary folder for all that this process and its children put into temporary folders.
+
+    Ray, torch and SGLang each leave something behind in the machine's; here it goes with the run, however
+    the run ends.
+    """
+    folder = tempfile.mkdtemp(prefix="agentrl-")
+    warden.add_temp_dir(folder)
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"], tempfile.tempdir = folder, None
+    try:
+        yield folder
+    finally:
+        tempfile.tempdir = None
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def rollout_params(cfg: Any) -> SamplingParams:

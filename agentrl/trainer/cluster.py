@@ -2,15 +2,13 @@
 
 With ``RAY_ADDRESS`` set (a cluster started by hand) the run joins it. Otherwise it starts a Ray of its
 own that listens on the loopback interface only, asks for a token made for this run, keeps its
-session under a temporary folder of the run, and ends with it.
+session in the temporary folder of the run, and ends with it.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,15 +43,23 @@ class Bundle:
 class Cluster:
     """A started Ray with one placement group that holds a bundle for each actor of the run.
 
-    Use as a context manager: leaving it removes the placement group, ends a Ray of our own
-    and deletes its session folder.
+    Use as a context manager: leaving it removes the placement group and ends a Ray of our own.
+
+    Args:
+        bundles: what each actor asks for.
+        namespace: Ray's namespace of the run.
+        temp_dir: folder for Ray's session. Its path must be short: Unix sockets live below it, and their
+            paths have at most 107 characters.
+        object_store_bytes: size of the shared memory in which batches travel.
     """
 
-    def __init__(self, bundles: Sequence[Bundle], *, namespace: str, object_store_bytes: int = 512 << 20):
+    def __init__(
+        self, bundles: Sequence[Bundle], *, namespace: str, temp_dir: str, object_store_bytes: int = 512 << 20
+    ):
         self.bundles = list(bundles)
         self.namespace = namespace
+        self.temp_dir = temp_dir
         self.object_store_bytes = object_store_bytes
-        self.temp_dir: str | None = None
         self._group: Any = None
 
     def __enter__(self) -> Cluster:
@@ -80,8 +86,6 @@ class Cluster:
         import ray  # after the environment: Ray reads it when imported
 
         if self.is_local:
-            # Unix sockets live in it, and their paths have 107 characters, so not in the run folder.
-            self.temp_dir = tempfile.mkdtemp(prefix="agentrl-ray-")
             ray.init(
                 num_cpus=max(int(sum(b.num_cpus for b in self.bundles)) + 1, 2),
                 include_dashboard=False,
@@ -103,7 +107,8 @@ class Cluster:
             total = ray.cluster_resources()
             raise AgentRLError(
                 f"Ray cannot place this run: asked for {_total(shapes)}, the cluster has "
-                f"CPU {total.get('CPU', 0):g}, GPU {total.get('GPU', 0):g}. Ask for fewer engines or ranks, or add nodes."
+                f"CPU {total.get('CPU', 0):g}, GPU {total.get('GPU', 0):g}. Ask for fewer engines or ranks, or "
+                "add nodes."
             )
 
     def options(self, index: int) -> dict[str, Any]:
@@ -128,9 +133,6 @@ class Cluster:
                 ray.util.remove_placement_group(self._group)
             ray.shutdown()
         self._group = None
-        if self.temp_dir is not None:
-            shutil.rmtree(self.temp_dir, ignore_errors=True)
-            self.temp_dir = None
 
 
 def _total(shapes: list[dict[str, float]]) -> str:

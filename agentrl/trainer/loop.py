@@ -40,7 +40,7 @@ async def training_loop(
 ) -> tuple[Evaluation | None, Evaluation | None]:
     """Train from rollout ``start`` to ``cfg.num_rollout``; returns the first and the last evaluation."""
     progress.stage("syncing weights")
-    await rollout.update_weights(trainer, start)
+    synced = await rollout.update_weights(trainer, start)
     first = last = await evaluate(rollout, start, run=run, progress=progress) if cfg.eval_interval else None
 
     for step in range(start, cfg.num_rollout):
@@ -53,13 +53,14 @@ async def training_loop(
         await rollout.mark_trained()
 
         version = step + 1
+        # Before the checkpoint: what a checkpoint holds must be in the metrics, should the run die in between.
+        report(version, generated.metrics | trained | synced, began, run=run, progress=progress)
         if due(version, cfg.save_interval, cfg.num_rollout):
             progress.stage("saving a checkpoint")
             await checkpoints.save(version, trainer=trainer, rollout=rollout)
 
         progress.stage("syncing weights")
         synced = await rollout.update_weights(trainer, version)
-        report(version, generated.metrics | trained | synced, began, run=run, progress=progress)
         if due(version, cfg.eval_interval, cfg.num_rollout):
             last = await evaluate(rollout, version, run=run, progress=progress)
     return first, last
@@ -99,7 +100,7 @@ def flatten_summary(name: str, summary: dict[str, Any]) -> dict[str, float]:
 
 
 def report(version: int, metrics: dict[str, float], began: float, *, run: RunDir, progress: Progress) -> None:
-    """Write one step's metrics and show its line."""
+    """Write one step's metrics and show its line. The sync in it is the one that brought the weights it sampled with."""
     metrics["time/step"] = time.monotonic() - began
     run.log_metrics(version, metrics)
     progress.step_done(

@@ -20,7 +20,7 @@ from agentrl.config.schema import Config
 from agentrl.data.rundir import RunDir
 from agentrl.errors import AgentRLError
 from agentrl.progress import Progress, before_after, clock, episode_panel, shown
-from agentrl.rollout.setup import has_gpu
+from agentrl.rollout.setup import has_gpu, scratch
 from agentrl.trainer.checkpoint import Checkpoint, CheckpointStore
 from agentrl.trainer.cluster import Bundle, Cluster
 from agentrl.trainer.group import RolloutGroup, TrainerGroup
@@ -57,9 +57,11 @@ def train(cfg: Config) -> int:
         progress.resume_at(start)
         progress.log(Text(f"run folder  {run.path}"))
         try:
-            with Warden() as warden, Cluster(bundles(cfg), namespace=run.path.name) as cluster:
-                if cluster.temp_dir:
-                    warden.add_temp_dir(cluster.temp_dir)
+            with (
+                Warden() as warden,
+                scratch(warden) as temp_dir,
+                Cluster(bundles(cfg), namespace=run.path.name, temp_dir=temp_dir) as cluster,
+            ):
                 first, last = asyncio.run(_run(run.config, cluster, run, progress, source))
         except BaseException as error:
             how_to_go_on(run, progress, error)
