@@ -56,7 +56,8 @@ class Recipe:
     phases: tuple[Phase, ...] = (
         Phase("copy", 250, 2e-3, batch=32, final=1.0),
         Phase("skill", 600, 2e-3, batch=24, habits=Habits()),
-        Phase("habit", 150, 3e-4, batch=24, habits=Habits(stop_early=0.75, guess=0.1)),
+        Phase("polish", 300, 1e-3, batch=24, final=0.05, habits=Habits()),
+        Phase("habit", 150, 3e-4, batch=24, habits=Habits(stop_early=0.72, guess=0.1)),
     )
     copy_length: int = 32
     measured_tasks: int = 256  # held-out questions played after each phase of demonstrations
