@@ -107,7 +107,7 @@ class EnginePool:
         self._changed = asyncio.Condition()
         self._sync: WeightSync | None = None
         self._held = False
-        self._stopping = False
+        self._stopped = False
         self._broken: str | None = None
 
     # What others need to know.
@@ -163,7 +163,9 @@ class EnginePool:
 
     async def stop(self) -> None:
         """End engines and router. Idempotent; never takes long."""
-        self._stopping = True
+        if self._stopped:
+            return
+        self._stopped = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -280,7 +282,7 @@ class EnginePool:
 
     def _replace(self, place: PooledEngine, reason: str) -> None:
         """Take the engine out and start another in its place, in the background."""
-        if self._stopping or place.engine is None:
+        if self._stopped or place.engine is None:
             return
         log.warning("%s is replaced: %s", place.name, reason)
         self._spawn(self._replacing(place, self._empty(place)))

@@ -113,8 +113,8 @@ class ServerProcess:
         self.port = port
         self.api_key = api_key or new_api_key()
         self.health_path = health_path
-        self.scratch = Path(scratch_folder("server-"))
-        self.log_path = Path(log_dir or self.scratch) / f"{name}.log"
+        self.scratch: Path | None = None  # private temporary folder, while the server runs
+        self._log_dir = log_dir
         self._process: subprocess.Popen[bytes] | None = None
         self._tree: dict[int, Proc] = {}
         self._spawning = threading.Lock()
@@ -145,6 +145,11 @@ class ServerProcess:
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
+
+    @property
+    def log_path(self) -> Path:
+        """The log file; in the temporary folder, and gone with it, where no folder was given."""
+        return Path(self._log_dir or self.scratch or ".") / f"{self.name}.log"
 
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -207,7 +212,8 @@ class ServerProcess:
         with self._spawning:
             self._stopped = True
         self._end_tree(timeout)
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        if self.scratch is not None:
+            shutil.rmtree(self.scratch, ignore_errors=True)
 
     def log_tail(self, lines: int = 15) -> str:
         """The last lines that this server wrote into its log."""
@@ -225,8 +231,9 @@ class ServerProcess:
                 "Give another port, or 0 for a free one."
             )
         self.port = self.requested_port or free_port(self.host)
+        if self.scratch is None:
+            self.scratch = Path(scratch_folder("server-"))
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self.scratch.mkdir(mode=0o700, exist_ok=True)
         package_root = str(Path(__file__).resolve().parents[2])
         python_path = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
         env = {

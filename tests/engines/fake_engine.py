@@ -32,6 +32,7 @@ class FakeEngine:
         self.fault_times: dict[str, int] = defaultdict(lambda: 1)
         self.generate_seconds = 0.0
         self.url = ""
+        self.key: str | None = None
         self._runner: web.AppRunner | None = None
         self._resumed = asyncio.Event()
         self._resumed.set()
@@ -56,7 +57,7 @@ class FakeEngine:
         path = request.path
         self.calls.append(path)
         open_to_all = path in ("/health", "/health_generate")
-        if not open_to_all and request.headers.get("Authorization") != f"Bearer {KEY}":
+        if not open_to_all and request.headers.get("Authorization") != f"Bearer {self.key or KEY}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         fault = self.faults.get(path) if self.fault_times[path] > 0 else None
         if fault is not None:

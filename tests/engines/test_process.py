@@ -170,7 +170,7 @@ def test_missing_model(tmp_path: Path) -> None:
     engine = EngineProcess(EngineSpec(str(tmp_path / "nowhere")), log_dir=tmp_path)
     with pytest.raises(EngineError, match="no model at .*nowhere.*Give the folder of an HF checkpoint"):
         engine.start()
-    assert not engine.scratch.exists()
+    assert engine.scratch is None
 
 
 def flags(spec: EngineSpec) -> dict[str, str]:
