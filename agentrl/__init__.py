@@ -47,7 +47,30 @@ _HOME = {
 }
 _MODULES = {"rewards": "agentrl.rewards", "spaces": "agentrl.spaces"}
 
-__all__ = [*_HOME, *_MODULES, "__version__"]
+__all__ = [
+    "AgentRLError",
+    "ConfigError",
+    "DataError",
+    "Env",
+    "EnvError",
+    "InfraError",
+    "Message",
+    "PromptEnv",
+    "StopReason",
+    "Task",
+    "Tool",
+    "ToolCall",
+    "ToolEnv",
+    "ToolError",
+    "ToolResult",
+    "Trajectory",
+    "make",
+    "register",
+    "registered",
+    "rewards",
+    "spaces",
+    "tool",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-
 BUILT_IN = {"search": "agentrl.envs.search:SearchEnv"}
 """Built-in environments: name to entry point, imported when first made."""
 

@@ -71,7 +71,7 @@ def _load_module(name: str, what: str) -> ModuleType:
 def _load_file(location: str, what: str) -> ModuleType:
     path = Path(location).expanduser().resolve()
     if not path.is_file():
-        raise ConfigError(f"{what}: there is no file {location!r} (looked for {path}).")
+        raise ConfigError(f"{what}: there is no file {str(path)!r}.")
     # One module a file, whatever path led to it; the name is the same in every process.
     name = f"agentrl_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     with _lock:

@@ -61,9 +61,15 @@ def _answers(answer: Any) -> list[str]:
 
 # -- mathematics: what the last boxed expression or number is worth --------------------------------
 
-_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|\.)?(?:[eE][-+]?\d{1,3})?(?:\s*/\s*\d+)?")
-_LATEX_NOISE = re.compile(r"\\(?:left|right|displaystyle|,|;|!|:|quad|qquad| )|\\text\s*\{[^{}]*\}|\\mathrm\s*\{[^{}]*\}|\^\s*\\circ|\^\s*\{\s*\\circ\s*\}|[$~\s]")
+_BRACE = re.compile(r"\\(?:boxed|fbox) ?\{|[{}]")
+_NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?(?: ?/ ?\d+)?")
+_LATEX_NOISE = re.compile(
+    r"\\(?:left|right|displaystyle|,|;|!|:|quad|qquad| )"
+    r"|\\(?:text|mathrm)\s*\{[^{}]*\}"
+    r"|\^\s*\\circ|\^\s*\{\s*\\circ\s*\}"
+    r"|[$~\s]"
+)
+_DECIMAL = re.compile(r"[-+]?(?:\d{1,40}\.?\d{0,40}|\.\d{1,40})(?:[eE][-+]?\d{1,3})?")
 _FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 _SHORT_FRACTION = re.compile(r"\\[dt]?frac(\d)(\d)")
 
@@ -84,19 +90,24 @@ def math_answer(text: str, answer: Any) -> float:
 
 def boxed(text: str) -> str | None:
     """The content of the last ``\\boxed{...}`` with balanced braces; None when there is none."""
-    for match in reversed(list(_BOXED.finditer(text))):
-        depth = 1
-        for position in range(match.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[match.end() : position]
-    return None
+    opened: list[int | None] = []  # per open brace: where its boxed content starts
+    last: tuple[int, int] | None = None
+    for match in _BRACE.finditer(text):
+        if match.group() == "}":
+            start = opened.pop() if opened else None
+            if start is not None and (last is None or start > last[0]):
+                last = (start, match.start())
+        else:
+            opened.append(match.end() if len(match.group()) > 1 else None)
+    return None if last is None else text[last[0] : last[1]]
 
 
 def last_number(text: str) -> str | None:
     """The last number in ``text``, as written."""
-    found = [m.group() for m in _NUMBER.finditer(text) if any(c.isdigit() for c in m.group())]
-    return found[-1] if found else None
+    last = None
+    for match in _NUMBER.finditer(text):
+        last = match.group()
+    return last
 
 
 def _same_value(given: str, gold: str) -> bool:
@@ -125,9 +136,9 @@ def _value(text: str) -> Fraction | None:
     text = re.sub(r"(?<=\d),(?=\d{3}(?:\D|$))", "", text).replace("(", "").replace(")", "")
     scale = Fraction(1, 100) if text.endswith("%") else Fraction(1)
     parts = text.removesuffix("%").split("/")
-    if len(parts) > 2 or any(not re.fullmatch(r"[-+]?(\d{1,40}\.?\d{0,40}|\.\d{1,40})([eE][-+]?\d{1,3})?", p) for p in parts):
+    if len(parts) > 2 or any(not _DECIMAL.fullmatch(part) for part in parts):
         return None
-    numbers = [Fraction(p if not p.endswith(".") else p[:-1]) for p in parts]
+    numbers = [Fraction(part.removesuffix(".")) for part in parts]
     if len(numbers) == 2:
         return None if numbers[1] == 0 else scale * numbers[0] / numbers[1]
     return scale * numbers[0]
@@ -178,11 +189,8 @@ class RewardSet:
             weight, function = entry if _is_pair(entry) else (1.0, entry)
             function = load(function)
             name = getattr(function, "__name__", type(function).__name__)
-            taken = {n for n, _, _ in self.parts}
-            unique = name if name not in taken else next(
-                f"{name}_{k}" for k in range(2, len(taken) + 3) if f"{name}_{k}" not in taken
-            )
-            self.parts.append((unique, float(weight), function))
+            same = sum(taken == name or taken.startswith(f"{name}_") for taken, _, _ in self.parts)
+            self.parts.append((f"{name}_{same + 1}" if same else name, float(weight), function))
 
     async def __call__(self, text: str, answer: Any, **named: Any) -> dict[str, float]:
         """The weighted parts by name.
@@ -215,7 +223,7 @@ async def _call(function: RewardFunction, text: str, answer: Any, named: dict[st
     free = [p for p in positional if p.name not in named or p.kind is p.VAR_POSITIONAL]
     arguments = (text, answer) if len(free) > 1 or any(p.kind is p.VAR_POSITIONAL for p in free) else (text,)
     keywords = {k: v for k, v in named.items() if everything or k in names}
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         return await function(*arguments, **keywords)
     value = await run_blocking(function, *arguments, **keywords)
     return await value if inspect.isawaitable(value) else value

@@ -7,11 +7,7 @@ budget, a complete ``info``) is done around the author's code, once per outermos
 
 from __future__ import annotations
 
-import contextvars
-import functools
-import inspect
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import gymnasium
@@ -19,17 +15,13 @@ import numpy as np
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.utils import seeding
 
+from agentrl.envs.authoring import PAIRS, SKIP, complete_pair, taking_settings, written
 from agentrl.envs.spaces import Unicode
 from agentrl.errors import ConfigError, EnvError
-from agentrl.tools.threads import run_blocking, run_coroutine
+from agentrl.tools.threads import run_blocking
 from agentrl.types import Message, StopReason
 
-_PAIRS = (("reset", "areset"), ("step", "astep"), ("close", "aclose"))
 _SPACE = Unicode()
-
-# Environments whose entry point is running in this context: an author's `super().step(...)` is part
-# of the same turn. Context variables follow the call into threads and onto other loops.
-_RUNNING: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("agentrl_running", default=())
 
 
 class Env(gymnasium.Env[str, str]):
@@ -78,14 +70,14 @@ class Env(gymnasium.Env[str, str]):
     _turn: int = 0
     _phase: str = "new"  # new, running, over, closed
     _resets_since_seed: int = 0
+    _options: dict[str, Any]
     _transcript: list[Message]
 
     def __init__(self, **settings: Any) -> None:
         unknown = sorted(set(settings) - set(self.settings))
         if unknown:
             raise TypeError(
-                f"{type(self).__name__} got unexpected arguments {unknown}; "
-                f"it takes {sorted(self.settings)}."
+                f"{type(self).__name__} got unexpected arguments {unknown}; it takes {sorted(self.settings)}."
             )
         for name, value in settings.items():
             setattr(self, name, value)
@@ -93,9 +85,9 @@ class Env(gymnasium.Env[str, str]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__init__" in cls.__dict__:
-            cls.__init__ = _taking_settings(cls.__init__)  # type: ignore[method-assign]
-        for blocking_name, async_name in _PAIRS:
-            _complete_pair(cls, blocking_name, async_name)
+            cls.__init__ = taking_settings(cls.__init__)  # type: ignore[method-assign]
+        for pair in PAIRS:
+            complete_pair(cls, *pair)
 
     # -- what authors define ---------------------------------------------------------------------
 
@@ -103,9 +95,7 @@ class Env(gymnasium.Env[str, str]):
         """Number of tasks in ``split``; None when they are drawn without end from the seed."""
         return None
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[str, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Starts an episode.
 
         Args:
@@ -146,15 +136,15 @@ class Env(gymnasium.Env[str, str]):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
         """:meth:`reset` for callers on an event loop."""
-        return await run_blocking(_plain(Env.reset), self, seed=seed, options=options)
+        return await run_blocking(written(Env.reset), self, seed=seed, options=options)
 
     async def astep(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """:meth:`step` for callers on an event loop."""
-        return await run_blocking(_plain(Env.step), self, action)
+        return await run_blocking(written(Env.step), self, action)
 
     async def aclose(self) -> None:
         """:meth:`close` for callers on an event loop."""
-        await run_blocking(_plain(Env.close), self)
+        await run_blocking(written(Env.close), self)
 
     # -- around the author's code ----------------------------------------------------------------
 
@@ -169,7 +159,7 @@ class Env(gymnasium.Env[str, str]):
             raise ConfigError(f"{type(self).__name__} has no split {split!r}; it has {', '.join(self.splits)}.")
         return split
 
-    def _before_reset(self, seed: int | None, options: dict[str, Any] | None) -> None:
+    def _before_reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         if self._phase == "closed":
             raise ClosedEnvironmentError(f"{type(self).__name__} was closed; make a new one.")
         if seed is not None:
@@ -177,24 +167,24 @@ class Env(gymnasium.Env[str, str]):
             self._resets_since_seed = 0
         else:
             self._resets_since_seed += 1
+        self._options = dict(options or {})
         self._turn = 0
         self._phase = "new"
 
-    def _after_reset(self, result: Any, options: dict[str, Any] | None) -> tuple[str, dict[str, Any]]:
+    def _after_reset(self, result: Any) -> tuple[str, dict[str, Any]]:
         name = type(self).__name__
         if not (isinstance(result, tuple) and len(result) == 2):
             raise EnvError(f"{name}.reset must return (observation, info), got {_brief(result)}.")
         observation, info = result
         _check_types(f"{name}.reset", observation, info)
         info.setdefault("messages", [{"role": "user", "content": observation}])
-        info.setdefault("task_id", self._default_task_id(options))
+        info.setdefault("task_id", self._default_task_id())
         self._phase = "running"
         self._transcript = list(info["messages"])
         return observation, info
 
-    def _default_task_id(self, options: dict[str, Any] | None) -> str:
-        split = (options or {}).get("split", self.splits[0])
-        index = (options or {}).get("index")
+    def _default_task_id(self) -> str:
+        split, index = self._options.get("split", self.splits[0]), self._options.get("index")
         if index is not None:
             return f"{split}/{index}"
         later = f".{self._resets_since_seed}" if self._resets_since_seed else ""
@@ -233,6 +223,19 @@ class Env(gymnasium.Env[str, str]):
             self._phase = "over"
         return observation, reward, terminated, truncated, info
 
+    def _before_close(self) -> Any:
+        if self._phase == "closed":
+            return SKIP
+        self._phase = "closed"
+        return None
+
+    def _after_close(self, result: Any) -> None:
+        return None
+
+
+for _pair in PAIRS:
+    complete_pair(Env, *_pair)
+
 
 def checked_reward(reward: Any, where: str) -> float:
     """``reward`` as a float.
@@ -257,140 +260,3 @@ def _check_types(where: str, observation: Any, info: Any) -> None:
 def _brief(value: Any) -> str:
     text = repr(value)
     return f"{text[:80]}{'…' if len(text) > 80 else ''} ({type(value).__name__})"
-
-
-# -- completing what an author wrote ---------------------------------------------------------------
-
-
-def _taking_settings(init: Callable[..., None]) -> Callable[..., None]:
-    """``init`` that also takes the class's ``settings`` its signature does not name."""
-    parameters = inspect.signature(init).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return init
-
-    @functools.wraps(init)
-    def __init__(self: Env, *args: Any, **kwargs: Any) -> None:
-        for name in self.settings:
-            if name in kwargs and name not in parameters:
-                setattr(self, name, kwargs.pop(name))
-        init(self, *args, **kwargs)
-
-    return __init__
-
-
-def _complete_pair(cls: type[Env], blocking_name: str, async_name: str) -> None:
-    """Makes both entry points of a pair run what the most derived class defines."""
-    blocking = _most_derived(cls, blocking_name)
-    asynchronous = _most_derived(cls, async_name)
-    if blocking[0] == asynchronous[0] and cls not in (blocking[1], asynchronous[1]):
-        return
-    if inspect.iscoroutinefunction(_plain(blocking[2])):
-        raise TypeError(f"{cls.__name__}.{blocking_name} is a coroutine function: name it `{async_name}`.")
-    if not inspect.iscoroutinefunction(_plain(asynchronous[2])):
-        raise TypeError(f"{cls.__name__}.{async_name} must be `async def`; blocking code goes in `{blocking_name}`.")
-    author_blocking, author_async = _plain(blocking[2]), _plain(asynchronous[2])
-    if blocking[0] < asynchronous[0]:
-        author_async = _async_from_blocking(author_blocking)
-    elif asynchronous[0] < blocking[0]:
-        author_blocking = _blocking_from_async(author_async)
-    setattr(cls, blocking_name, _GUARDS[blocking_name][0](author_blocking))
-    setattr(cls, async_name, _GUARDS[blocking_name][1](author_async))
-
-
-def _most_derived(cls: type, name: str) -> tuple[int, type, Callable[..., Any]]:
-    for position, owner in enumerate(cls.__mro__):
-        if name in owner.__dict__:
-            return position, owner, owner.__dict__[name]
-    raise AttributeError(name)
-
-
-def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The author's function behind a guard."""
-    return getattr(function, "_agentrl_author", function)
-
-
-def _async_from_blocking(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    async def call(self: Env, *args: Any, **kwargs: Any) -> Any:
-        return await run_blocking(function, self, *args, **kwargs)
-
-    return call
-
-
-def _blocking_from_async(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(self: Env, *args: Any, **kwargs: Any) -> Any:
-        return run_coroutine(function(self, *args, **kwargs))
-
-    return call
-
-
-# -- guards: the outermost call of an episode does the bookkeeping, inner ones pass through ----------
-
-
-def _guarded(before: Callable[..., Any], after: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The blocking and the async guard that run ``before`` and ``after`` around an author's function."""
-
-    def blocking(author: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(author)
-        def call(self: Env, *args: Any, **kwargs: Any) -> Any:
-            running = _RUNNING.get()
-            if id(self) in running:
-                return author(self, *args, **kwargs)
-            token = _RUNNING.set((*running, id(self)))
-            try:
-                if before(self, *args, **kwargs) is _SKIP:
-                    return None
-                return after(self, author(self, *args, **kwargs), **kwargs)
-            finally:
-                _RUNNING.reset(token)
-
-        call._agentrl_author = author  # type: ignore[attr-defined]
-        return call
-
-    def asynchronous(author: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(author)
-        async def call(self: Env, *args: Any, **kwargs: Any) -> Any:
-            running = _RUNNING.get()
-            if id(self) in running:
-                return await author(self, *args, **kwargs)
-            token = _RUNNING.set((*running, id(self)))
-            try:
-                if before(self, *args, **kwargs) is _SKIP:
-                    return None
-                return after(self, await author(self, *args, **kwargs), **kwargs)
-            finally:
-                _RUNNING.reset(token)
-
-        call._agentrl_author = author  # type: ignore[attr-defined]
-        return call
-
-    return blocking, asynchronous
-
-
-_SKIP = object()
-
-
-def _before_reset(self: Env, *, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
-    self._before_reset(seed, options)
-
-
-def _after_reset(self: Env, result: Any, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-    return self._after_reset(result, options)
-
-
-def _before_close(self: Env) -> Any:
-    if self._phase == "closed":
-        return _SKIP
-    self._phase = "closed"
-    return None
-
-
-_GUARDS = {
-    "reset": _guarded(_before_reset, _after_reset),
-    "step": _guarded(lambda self, action: self._before_step(action), lambda self, result, **_: self._after_step(result)),
-    "close": _guarded(_before_close, lambda self, result: None),
-}
-
-for _pair in _PAIRS:
-    _complete_pair(Env, *_pair)

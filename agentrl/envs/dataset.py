@@ -143,7 +143,9 @@ def _prompt(record: Row, key: str, where: str) -> Any:
         raise DataError(f"{where}: {key!r} must be text or a list of messages, got {type(prompt).__name__}.")
     for message in prompt:
         if not (
-            isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
         ):
             raise DataError(f"{where}: a message needs 'role' and 'content' as text, got {message!r:.120}.")
     return prompt

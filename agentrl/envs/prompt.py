@@ -52,7 +52,9 @@ class PromptEnv(ToolEnv):
             raise DataError(f"{path} has prompts in chat form: they need a chat template (apply_chat_template).")
         self.reward = rewards.load(reward)
         if reward in rewards.BUILT_IN and all(row["answer"] is None for row in rows):
-            raise DataError(f"{path} has no column {label_key!r}, which the reward {reward!r} compares with. Set --label-key.")
+            raise DataError(
+                f"{path} has no column {label_key!r}, which the reward {reward!r} compares with. Set --label-key."
+            )
         self.tasks = split_rows(rows, test_fraction)
         self.apply_chat_template = apply_chat_template
 

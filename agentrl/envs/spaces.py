@@ -64,9 +64,7 @@ class Unicode(spaces.Text):
 
     def __eq__(self, other: object, /) -> bool:
         return (
-            isinstance(other, Unicode)
-            and self.min_length == other.min_length
-            and self.max_length == other.max_length
+            isinstance(other, Unicode) and self.min_length == other.min_length and self.max_length == other.max_length
         )
 
 
@@ -74,6 +72,5 @@ class Unicode(spaces.Text):
 def _no_shared_memory(space: Unicode, n: int = 1, ctx: ModuleType = multiprocessing) -> NoReturn:
     # AsyncVectorEnv turns this error into its advice to pass shared_memory=False.
     raise CustomSpaceError(
-        f"{space!r} holds text of any length and has no shared-memory form: "
-        "pass shared_memory=False to AsyncVectorEnv."
+        f"{space!r} holds text of any length and has no shared-memory form: pass shared_memory=False to AsyncVectorEnv."
     )

@@ -15,7 +15,7 @@ import numpy as np
 from agentrl.envs.core import Env, checked_reward
 from agentrl.errors import ConfigError, EnvError
 from agentrl.rewards import RewardSet
-from agentrl.tools.base import FunctionTool, Tool, ToolError, ToolErrorType, ToolResult
+from agentrl.tools.base import FunctionTool, Tool, ToolErrorType, ToolResult
 from agentrl.tools.execution import run_calls
 from agentrl.tools.parsers import NoneParser, Parsed, Parser, clean_text, get_parser
 from agentrl.tools.threads import run_blocking
@@ -211,7 +211,8 @@ class ToolEnv(Env):
             made = {"prompt": made[0], "answer": made[1]}
         if not isinstance(made, dict) or not isinstance(made.get("prompt"), (str, list)):
             raise EnvError(
-                f"{type(self).__name__}.task must return a prompt, (prompt, answer) or a dict with 'prompt', got {made!r}."
+                f"{type(self).__name__}.task must return a prompt, (prompt, answer) or a dict with 'prompt', "
+                f"got {made!r:.120}."
             )
         return dict(made)
 
@@ -231,8 +232,8 @@ class ToolEnv(Env):
                 )
         elif self._tools and isinstance(parser, NoneParser):
             raise ConfigError(
-                f"{type(self).__name__} has tools, but calls in the format {name!r} of the model's chat template cannot "
-                "be read. Use a model whose template writes <tool_call> JSON (Qwen, Hermes), or declare "
+                f"{type(self).__name__} has tools, but calls in the format {name!r} of the model's chat template "
+                "cannot be read. Use a model whose template writes <tool_call> JSON (Qwen, Hermes), or declare "
                 "call_format = 'tags:<tool>,answer' and explain the tags in the prompt."
             )
         return parser

@@ -28,7 +28,9 @@ class AsyncGuess(agentrl.Env):
 
     max_turns = 4
 
-    async def areset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    async def areset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         await super().areset(seed=seed, options=options)
         self.secret = int(self.np_random.integers(10))
         return "Guess a digit.", {}

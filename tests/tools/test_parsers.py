@@ -44,7 +44,11 @@ def test_hermes_calls_in_order_with_content_around_them():
     ("text", "reasoning", "content"),
     [
         (f"<think>maybe {call(query='x')}</think>\nParis", "maybe " + call(query="x"), "Paris"),
-        (f"opened by the template {call(query='x')}</think>Paris", "opened by the template " + call(query="x"), "Paris"),
+        (
+            f"opened by the template {call(query='x')}</think>Paris",
+            "opened by the template " + call(query="x"),
+            "Paris",
+        ),
         (f"<think>never closed {call(query='x')}", "never closed " + call(query="x"), ""),
         (f"<think>a<think>b</think>{call(query='x')}</think>Paris", None, "Paris"),
         ("<think></think>Paris", "", "Paris"),
@@ -201,7 +205,7 @@ JSON = st.recursive(
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(text=TEXTS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_no_text_raises_and_results_are_plain_json(name, text):
     parsed = get_parser(name).parse(text)
     json.dumps(parsed.message(), allow_nan=False).encode()
@@ -213,7 +217,7 @@ def test_no_text_raises_and_results_are_plain_json(name, text):
 
 
 @given(value=JSON)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_json_in_a_call_is_a_call_or_an_error(value):
     parsed = HERMES.parse(f"<tool_call>{json.dumps(value)}</tool_call>")
     assert len(parsed.tool_calls) == 1
@@ -224,7 +228,7 @@ def test_any_json_in_a_call_is_a_call_or_an_error(value):
 
 
 @given(thought=TEXTS.filter(lambda t: "</think>" not in t))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_nothing_thought_is_executed(thought):
     for parser in (HERMES, TAGS):
         assert parser.parse(f"<think>{thought}</think>done").tool_calls == []

@@ -221,7 +221,7 @@ def test_near_misses_are_taken(given_value, name, taken):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "missing argument \"query\""),
+        ({}, 'missing argument "query"'),
         ({"query": "q", "quary": 1}, 'unknown argument "quary", expected "query", "k"'),
         ({"query": ["q"]}, 'argument "query" must be a string, got ["q"]'),
         ({"query": True}, 'argument "query" must be a string, got true'),
@@ -255,7 +255,7 @@ NAMES = st.sampled_from(sorted(everything.parameters["properties"]))
 
 
 @given(arguments=st.dictionaries(NAMES | st.text(max_size=8), VALUES, max_size=6))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_arguments_are_taken_or_refused(arguments):
     try:
         taken = validate(arguments, everything.parameters, "everything")

@@ -1,0 +1,112 @@
+"""Finding environments by name, module, file and entry point."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import gymnasium
+import pytest
+
+import agentrl
+from agentrl.envs import registry
+from agentrl.errors import ConfigError
+from agentrl.loading import load_object, portable
+
+
+@pytest.fixture(autouse=True)
+def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
+    monkeypatch.setattr(gymnasium.envs.registration, "registry", dict(gymnasium.registry))
+    monkeypatch.setattr(gymnasium, "registry", gymnasium.envs.registration.registry)
+
+
+def test_every_form_of_name_makes_the_same_environment(guess_file):
+    agentrl.register("guess", f"{guess_file}:Guess", max_turns=3)
+    assert "guess" in agentrl.registered()
+    for spec in ("guess", "agentrl/guess", "agentrl/guess-v0"):
+        env = agentrl.make(spec)
+        assert (type(env).__name__, env.max_turns) == ("Guess", 3)
+    assert agentrl.make("guess", max_turns=5).max_turns == 5
+    assert gymnasium.make("agentrl/guess-v0").unwrapped.max_turns == 3
+    assert type(agentrl.make(f"{guess_file}:Guess")) is type(agentrl.make("guess"))
+    assert type(agentrl.make("agentrl.envs.tool_env:ToolEnv")) is agentrl.ToolEnv
+
+
+def test_a_gymnasium_registration_of_somebody_else(guess_file):
+    gymnasium.register("other/Guess-v3", entry_point=load_object(f"{guess_file}:Guess"))
+    assert type(agentrl.make("other/Guess-v3", max_turns=2)).__name__ == "Guess"
+    with pytest.raises(ConfigError, match="not an agentrl.Env"):
+        agentrl.make("CartPole-v1")
+
+
+def test_entry_points_of_installed_packages(guess_file, monkeypatch):
+    point = importlib.metadata.EntryPoint("installed", f"{guess_file}:Guess", "agentrl.envs")
+    monkeypatch.setattr(registry, "_entry_points", lambda: [point])
+    assert "installed" in agentrl.registered()
+    assert type(agentrl.make("installed")).__name__ == "Guess"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("serch", "unknown environment 'serch'. Did you mean 'search'?"),
+        ("agentrl/serch-v0", "Did you mean 'search'?"),
+        ("", "unknown environment ''"),
+        ("no.such.module:Env", "no module 'no' can be imported"),
+        ("agentrl.envs.tool_env:ToolEnw", "has no 'ToolEnw'. Did you mean 'ToolEnv'?"),
+        ("agentrl.envs.tool_env:_record", "not a subclass of agentrl.Env"),
+        ("missing/file.py:Env", "missing/file.py'"),
+        ("agentrl.envs:", "expected module:Name"),
+    ],
+)
+def test_unknown_names_are_errors_with_the_nearest_one(spec, message):
+    with pytest.raises(ConfigError) as caught:
+        agentrl.make(spec)
+    assert message in str(caught.value)
+
+
+def test_unknown_and_missing_arguments(guess_file, tmp_path):
+    with pytest.raises(ConfigError, match="takes no argument 'max_turn'. Did you mean 'max_turns'"):
+        agentrl.make(f"{guess_file}:Guess", max_turn=3)
+    with pytest.raises(ConfigError, match="needs the argument 'path'"):
+        agentrl.make("agentrl.envs.prompt:PromptEnv")
+    with pytest.raises(ConfigError, match="takes no argument 'inputkey'. Did you mean 'input_key'"):
+        agentrl.make("agentrl.envs.prompt:PromptEnv", path="x", inputkey="q")
+
+
+@pytest.mark.parametrize(("name", "entry_point"), [("a b", "m:C"), ("", "m:C"), ("a", "module"), ("a", None)])
+def test_bad_registrations_are_refused(name, entry_point):
+    with pytest.raises(ConfigError):
+        agentrl.register(name, entry_point)
+
+
+def test_errors_in_the_users_file_pass_through(tmp_path):
+    (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
+    with pytest.raises(ModuleNotFoundError, match="nothing_of_that_name"):
+        agentrl.make(f"{tmp_path}/broken.py:Env")
+
+
+def test_a_file_is_loaded_once_and_may_import_its_neighbours(tmp_path, monkeypatch):
+    (tmp_path / "neighbour_of_env.py").write_text("NAME = 'n'\n")
+    (tmp_path / "env_file.py").write_text(
+        "import agentrl, neighbour_of_env\nclass Mine(agentrl.ToolEnv):\n    tasks = {'train': ['a'], 'test': ['b']}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert portable("env_file.py:Mine") == f"{tmp_path}/env_file.py:Mine"
+    assert load_object("env_file.py:Mine") is load_object(f"{tmp_path}/env_file.py:Mine")
+    assert portable("pkg.module:Mine") == "pkg.module:Mine"
+
+
+def test_an_entry_means_the_same_in_another_process(example_spec, tmp_path, monkeypatch):
+    agentrl.register("shop", example_spec)
+    entry = registry.find("shop")
+    program = f"import agentrl; print(agentrl.make({entry.entry_point!r}).reset(seed=1)[1]['task_id'])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=tmp_path,
+        env={"PYTHONPATH": str(Path(agentrl.__file__).parent.parent)},
+    )  # fmt: skip
+    assert done.stdout.strip() == agentrl.make("shop").reset(seed=1)[1]["task_id"], done.stderr
