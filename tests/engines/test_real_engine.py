@@ -1,0 +1,314 @@
+"""Real SGLang engines on the CPU: keys, sockets, weights, faults. One engine serves most of the tests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+
+from agentrl.rollout.control import EngineControl
+from agentrl.rollout.engine import EngineProcess, EngineSpec
+from agentrl.rollout.pool import PENDING, SERVING, EnginePool
+from agentrl.rollout.router import ROUTING_KEY_HEADER
+from agentrl.trainer.sync_types import Deadlines, LocalSender, SyncFailed
+from agentrl.trainer.weight_sender import WeightSender
+from agentrl.trainer.weight_sync import WeightSync
+from agentrl.warden import is_running
+from tests.engines.test_router import listening_addresses
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+PROMPT = [11, 12, 13, 14]
+
+
+@pytest.fixture(scope="module")
+def spec(tiny_model: Path) -> EngineSpec:
+    return EngineSpec(str(tiny_model), max_total_tokens=8192)
+
+
+@pytest.fixture(scope="module")
+def engine(spec: EngineSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    engine = EngineProcess(spec, log_dir=tmp_path_factory.mktemp("logs"))
+    engine.start(240)
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture
+def weights(tiny_model: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(tiny_model / "model.safetensors")
+
+
+def sender_of(weights: dict[str, torch.Tensor], **options: Any) -> LocalSender:
+    return LocalSender(WeightSender(lambda: iter(weights.items()), tied_embeddings=True, **options))
+
+
+def change(weights: dict[str, torch.Tensor]) -> None:
+    for tensor in weights.values():
+        tensor.mul_(1.0 + 0.5 * torch.rand_like(tensor))
+
+
+async def generate(url: str, key: str, n: int = 8, **params: Any) -> dict[str, Any]:
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": n, "temperature": 0.0, "ignore_eos": True, **params},
+        "return_logprob": True,
+        "rid": uuid.uuid4().hex,
+    }
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as session,
+        session.post(url + "/generate", json=body, timeout=aiohttp.ClientTimeout(total=120)) as answer,
+    ):
+        assert answer.status == 200, await answer.text()
+        return await answer.json()
+
+
+def logprobs(answer: dict[str, Any]) -> list[float]:
+    return [triple[0] for triple in answer["meta_info"]["output_token_logprobs"]]
+
+
+async def test_closed_by_default(engine: EngineProcess) -> None:
+    """Every route but health asks for the key; all sockets are on loopback; the key is shown nowhere."""
+    async with aiohttp.ClientSession() as session:
+        for path in ("/generate", "/pause_generation", "/update_weights_from_disk", "/abort_request"):
+            for headers in ({}, {"Authorization": "Bearer wrong"}):
+                async with session.post(engine.url + path, json={}, headers=headers) as answer:
+                    assert answer.status == 401, path
+        for path in ("/model_info", "/server_info"):
+            async with session.get(engine.url + path) as answer:
+                assert answer.status == 401, path
+    tree = engine.tree()
+    assert len(tree) == 3
+    addresses = [address for proc in tree for address in listening_addresses(proc.pid)]
+    assert addresses
+    assert all(address.startswith("0100007F:") for address in addresses), addresses
+    for proc in tree:
+        assert engine.api_key.encode() not in Path(f"/proc/{proc.pid}/cmdline").read_bytes()
+    log = engine.log_path.read_text()
+    assert "api_key" in log
+    assert engine.api_key not in log
+
+
+async def test_an_idle_engine_costs_no_cpu(engine: EngineProcess) -> None:
+    """The whole tree; the bound is generous for a loaded machine, the benchmark measures it."""
+    await generate(engine.url, engine.api_key)
+    await asyncio.sleep(1)
+    before = cpu_seconds(engine)
+    await asyncio.sleep(5)
+    assert (cpu_seconds(engine) - before) / 5 < 0.04
+
+
+def cpu_seconds(engine: EngineProcess) -> float:
+    ticks = 0
+    for proc in engine.tree():
+        fields = Path(f"/proc/{proc.pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize(
+    ("transport", "mode", "bucket_bytes"),
+    [("broadcast", "retract", 1 << 20), ("broadcast", "in_place", 30_000), ("broadcast", "abort", 1 << 20),
+     ("disk", "retract", 30_000)],
+)  # fmt: skip
+async def test_a_sync_brings_weights_version_and_equal_checksums(
+    engine: EngineProcess, weights: dict[str, torch.Tensor], transport: str, mode: str, bucket_bytes: int
+) -> None:
+    before = logprobs(await generate(engine.url, engine.api_key))
+    change(weights)
+    control = EngineControl(engine.url, engine.api_key)
+    sync = WeightSync(sender_of(weights, bucket_bytes=bucket_bytes), transport=transport, pause_mode=mode)
+    try:
+        for version in (41, 42):
+            report = await sync.sync([control], version)
+            assert report.synced == [engine.url]
+            # Embedding, final norm, and per layer: qkv, o, gate_up, down, four norms.
+            assert (report.verified, report.unverified) == (2 + 2 * 8, ())
+            answer = await generate(engine.url, engine.api_key)
+            assert answer["meta_info"]["weight_version"] == str(version)
+        assert logprobs(answer) != before
+        assert await control.version() == "42"
+    finally:
+        await sync.close()
+        await control.close()
+
+
+async def test_checksums_find_a_single_changed_value(engine: EngineProcess, weights: dict[str, torch.Tensor]) -> None:
+    control = EngineControl(engine.url, engine.api_key)
+    sender = sender_of(weights)
+    sync = WeightSync(sender)
+    try:
+        await sync.sync([control], 1)
+        expected = (await sender.checksums())[0]
+        assert (await control.checksums())[0] == expected
+        weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-3
+        report = await sync.sync([control], 2)
+        held = (await control.checksums())[0]
+        assert [name for name in held if held[name] != expected[name]] == ["model.layers.1.mlp.gate_up_proj.weight"]
+        assert report.verified == len(held)
+    finally:
+        await sync.close()
+        await control.close()
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_requests_in_flight_go_on_with_the_new_weights(
+    engine: EngineProcess, weights: dict[str, torch.Tensor], mode: str
+) -> None:
+    control = EngineControl(engine.url, engine.api_key)
+    sync = WeightSync(sender_of(weights), pause_mode=mode)
+    try:
+        await sync.sync([control], 1)
+        running = [asyncio.create_task(generate(engine.url, engine.api_key, n=600)) for _ in range(2)]
+        await asyncio.sleep(0.7)
+        assert not any(task.done() for task in running)
+        change(weights)
+        await sync.sync([control], 2)
+        for answer in await asyncio.gather(*running):
+            assert len(answer["output_ids"]) == len(logprobs(answer)) == 600
+            spans = answer["meta_info"]["weight_versions"]
+            assert [span["version"] for span in spans] == ["1", "2"]
+            assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 600)
+    finally:
+        await sync.close()
+        await control.close()
+
+
+async def test_an_aborted_request_returns_what_it_has(engine: EngineProcess, weights: dict[str, torch.Tensor]) -> None:
+    control = EngineControl(engine.url, engine.api_key)
+    sync = WeightSync(sender_of(weights), pause_mode="abort")
+    try:
+        running = asyncio.create_task(generate(engine.url, engine.api_key, n=3000))
+        await asyncio.sleep(0.7)
+        await sync.sync([control], 3)
+        answer = await running
+        assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+        assert 0 < len(answer["output_ids"]) < 3000
+    finally:
+        await sync.close()
+        await control.close()
+
+
+async def test_a_sender_that_dies_in_a_sync_leaves_the_engine_running(
+    engine: EngineProcess, weights: dict[str, torch.Tensor]
+) -> None:
+    """The export fails after the first bucket: no session stays open, and the next sync is whole."""
+
+    def breaks() -> Any:
+        for count, item in enumerate(weights.items()):
+            if count == 5:
+                raise RuntimeError("the export broke")
+            yield item
+
+    control = EngineControl(engine.url, engine.api_key)
+    broken = WeightSync(LocalSender(WeightSender(breaks, bucket_bytes=1, tied_embeddings=True)))
+    whole = WeightSync(sender_of(weights))
+    try:
+        with pytest.raises(SyncFailed, match="the export broke") as caught:
+            await broken.sync([control], 8)
+        assert list(caught.value.report.failed) == [engine.url]
+        assert len((await generate(engine.url, engine.api_key))["output_ids"]) == 8
+        assert (await whole.sync([control], 9)).synced == [engine.url]
+    finally:
+        await broken.close()
+        await whole.close()
+        await control.close()
+
+
+async def test_pool_of_real_engines(
+    spec: EngineSpec, weights: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines through the router; one is killed while requests run, one hangs in a sync."""
+    monkeypatch.setenv("AGENTRL_TMPDIR", str(tmp_path / "scratch"))
+    pool = EnginePool(spec, 2, log_dir=tmp_path, health_interval=0)
+    pool.attach(WeightSync(sender_of(weights, timeout=8.0), deadlines=Deadlines(bucket=8.0, resume=2.0, end=8.0)))
+    trees = []
+    try:
+        await pool.start()
+        change(weights)
+        report = await pool.update_weights(1)
+        assert len(report.synced) == 2
+        await kill_while_requests_run(pool, trees)
+        await stop_one_in_a_sync(pool, weights)
+        trees += [proc for place in pool._places for proc in place.engine._actor._engine.tree()]
+    finally:
+        await pool.stop()
+    assert len(trees) >= 6
+    assert not any(is_running(proc) for proc in trees)
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+async def routed(pool: EnginePool, n: int) -> dict[str, Any]:
+    """A request as the rollout's client sends it: again under another key until it is answered."""
+    key = uuid.uuid4().hex
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": n, "temperature": 1.0, "ignore_eos": True},
+        "return_logprob": True,
+    }
+    async with asyncio.timeout(120), aiohttp.ClientSession() as session:
+        for attempt in range(1000):
+            headers = {"Authorization": f"Bearer {pool.router_key}", ROUTING_KEY_HEADER: f"{key}~{attempt}"}
+            async with session.post(pool.router_url + "/generate", json=body, headers=headers) as answer:
+                if answer.status == 200:
+                    return await answer.json()
+            await asyncio.sleep(0.1)
+    raise AssertionError("never served")
+
+
+async def kill_while_requests_run(pool: EnginePool, trees: list[Any]) -> None:
+    place = pool._places[0]
+    victim = place.engine._actor._engine
+    trees += victim.tree()
+    requests = [asyncio.create_task(routed(pool, 300)) for _ in range(8)]
+    await asyncio.sleep(0.7)
+    os.kill(victim.pid, signal.SIGKILL)
+    started = time.monotonic()
+    answers = await asyncio.gather(*requests)
+    assert time.monotonic() - started < 60
+    assert all(len(answer["output_ids"]) == 300 for answer in answers)
+    assert {answer["meta_info"]["weight_version"] for answer in answers} == {"1"}
+    async with asyncio.timeout(120):
+        while place.state != SERVING:
+            assert place.state != PENDING or await place.control.version() in ("default", "1")
+            await asyncio.sleep(0.1)
+    assert await place.control.version() == "1"
+    first, second = [(await control.checksums())[0] for control in pool.engines()]
+    assert first == second
+
+
+async def stop_one_in_a_sync(pool: EnginePool, weights: dict[str, torch.Tensor]) -> None:
+    """SIGSTOP of a scheduler: the other engine gets the version, the stopped one is replaced."""
+    place = pool._places[1]
+    scheduler = place.engine._actor._engine.tree()[1].pid
+    stopped = place.control.url
+    change(weights)
+    os.kill(scheduler, signal.SIGSTOP)
+    report = await pool.update_weights(2)
+    assert list(report.failed) == [stopped]
+    assert len(report.synced) == 1
+    async with asyncio.timeout(120):
+        while pool.states() != [SERVING, SERVING]:
+            await asyncio.sleep(0.1)
+    assert [await control.version() for control in pool.engines()] == ["2", "2"]
+
+
+def test_a_real_port_in_use_and_a_damaged_model(spec: EngineSpec, tmp_path: Path) -> None:
+    from agentrl.errors import EngineError
+
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}')
+    broken = EngineProcess(EngineSpec(str(tmp_path)), log_dir=tmp_path / "logs")
+    with pytest.raises(EngineError, match="engine-0 did not start"):
+        broken.start(120)
+    assert not broken.is_alive()
