@@ -93,7 +93,7 @@ def plot_reward(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     if rewards:
-        axes.plot([s for s, _ in rewards], [r for _, r in rewards], color="#4477aa", linewidth=1.5, label="training reward")
+        axes.plot([s for s, _ in rewards], [r for _, r in rewards], linewidth=1.5, label="training reward")
     for name, points in held_out.items():
         label = f"held-out success ({name})"
         axes.plot([s for s, _ in points], [r for _, r in points], marker="o", linestyle="--", linewidth=1, label=label)
