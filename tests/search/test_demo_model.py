@@ -187,3 +187,21 @@ def test_messages_render_to_the_same_text_as_the_pieces(tokenizer):
         episode = draw_episode(rng, Habits())
         rendered = tokenizer.apply_chat_template(messages(*episode), tools=[search_tool_schema()], tokenize=False)
         assert rendered.endswith("".join(text for text, _ in pieces(*episode)) + "\n")
+
+
+def test_the_build_runs_and_gives_the_same_model_again(tmp_path: Path):
+    torch = pytest.importorskip("torch")
+    from agentrl.demo.build import Phase, Recipe, build
+
+    recipe = Recipe(
+        phases=(Phase("copy", 2, 1e-3, batch=2), Phase("skill", 2, 1e-3, batch=2, habits=Habits())),
+        copy_length=8,
+        measured_tasks=2,
+    )
+    records = [build(tmp_path / name, 3, recipe) for name in ("one", "two")]
+    assert records[0] == records[1] == json.loads((tmp_path / "one" / "build.json").read_text())
+    assert set(records[0]["held_out"]["skill"]) == {"greedy", "temperature 1"}
+    one, two = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("one", "two"))
+    assert one.dtype == torch.bfloat16
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert {path.name for path in (tmp_path / "one").iterdir()} == {path.name for path in MODEL_DIR.iterdir()}

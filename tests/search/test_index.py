@@ -10,6 +10,7 @@ import pytest
 from agentrl.envs.search import index
 from agentrl.envs.search.dense import open_dense_index, sentence_encoder
 from agentrl.envs.search.index import build_in_memory, open_index
+from agentrl.envs.search.postings import PostingsBuilder
 from agentrl.envs.search.world import Passage
 from agentrl.errors import ConfigError, DataError
 
@@ -147,3 +148,23 @@ def test_the_dense_option_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "sentence_transformers", None)
     with pytest.raises(ConfigError, match="pip install sentence-transformers"):
         sentence_encoder("some/model")
+
+
+@pytest.mark.parametrize("chunk_terms", [1, 7, 10_000])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_postings_are_those_of_bm25s_own_builder(chunk_terms: int, on_disk: bool, tmp_path: Path):
+    import bm25s
+
+    rng = np.random.default_rng(0)
+    passages = [rng.integers(0, 30, size=size).tolist() for size in [0, *rng.integers(1, 40, size=60)]]
+    vocabulary = {f"w{i}": i for i in range(30)}
+    reference = bm25s.BM25()
+    reference.index((passages, vocabulary), show_progress=False, create_empty_token=False)
+    builder = PostingsBuilder(tmp_path if on_disk else None, chunk_terms=chunk_terms)
+    for passage in passages:
+        builder.add(passage)
+    scores = builder.finish(len(vocabulary))
+    assert scores["num_docs"] == len(passages)
+    assert np.array_equal(scores["indptr"], reference.scores["indptr"])
+    assert np.array_equal(scores["indices"], reference.scores["indices"])
+    np.testing.assert_allclose(scores["data"], reference.scores["data"], rtol=1e-6)

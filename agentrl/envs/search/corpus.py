@@ -35,6 +35,33 @@ def parse_passage(record: Any, number: int) -> Passage:
     raise ValueError(f'expected a string under "contents" or "text", got the keys {sorted(map(str, record))}')
 
 
+def scan(path: Path) -> Iterator[tuple[Passage, int]]:
+    """Every passage of a JSONL file with the offset at which its line ends. Empty lines may only end the file.
+
+    Raises:
+        DataError: file and line of the first bad line, or the file has no passage.
+    """
+    end = blank_line = 0
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                blank_line = blank_line or number
+                continue
+            if blank_line:
+                raise DataError(f"{path}:{blank_line}: an empty line between passages; remove it")
+            end += len(line)
+            yield _parse(path, line, number - 1), end
+    if not end:
+        raise DataError(f"{path}: no passage in the file; expected one JSON object a line")
+
+
+def _parse(path: Path, line: bytes, number: int) -> Passage:
+    try:
+        return parse_passage(json.loads(line), number)
+    except ValueError as error:  # also bad JSON and bad UTF-8
+        raise DataError(f"{path}:{number + 1}: {error}") from error
+
+
 class JsonlCorpus(Sequence[Passage]):
     """The passages of a JSONL file by number, parsed when asked for. Safe to read from several threads.
 
@@ -49,42 +76,13 @@ class JsonlCorpus(Sequence[Passage]):
         self._file = path.open("rb")
         self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
 
-    @classmethod
-    def scan(cls, path: Path) -> JsonlCorpus:
-        """Read the whole file once, checking every line. Empty lines may only end the file.
-
-        Raises:
-            DataError: file and line of the first bad line, or the file has no passage.
-        """
-        offsets = [0]
-        blank_line = 0
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    blank_line = blank_line or number
-                    continue
-                if blank_line:
-                    raise DataError(f"{path}:{blank_line}: an empty line between passages; remove it")
-                cls._parse(path, line, number - 1)
-                offsets.append(offsets[-1] + len(line))
-        if len(offsets) == 1:
-            raise DataError(f"{path}: no passage in the file; expected one JSON object a line")
-        return cls(path, np.array(offsets, dtype=np.int64))
-
-    @staticmethod
-    def _parse(path: Path, line: bytes, number: int) -> Passage:
-        try:
-            return parse_passage(json.loads(line), number)
-        except ValueError as error:  # also bad JSON and bad UTF-8
-            raise DataError(f"{path}:{number + 1}: {error}") from error
-
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def __getitem__(self, number: int) -> Passage:  # type: ignore[override]
         if not 0 <= number < len(self):
             raise IndexError(f"passage {number} of a corpus of {len(self)}")
-        return self._parse(self.path, self._map[self.offsets[number] : self.offsets[number + 1]], number)
+        return _parse(self.path, self._map[self.offsets[number] : self.offsets[number + 1]], number)
 
     def __iter__(self) -> Iterator[Passage]:
         return (self[i] for i in range(len(self)))

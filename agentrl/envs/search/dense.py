@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from agentrl.envs.search.corpus import JsonlCorpus
+from agentrl.envs.search.corpus import JsonlCorpus, scan
 from agentrl.envs.search.index import Hit
 from agentrl.errors import ConfigError, DataError
 
@@ -110,7 +110,7 @@ def open_dense_index(
     path, directory = Path(corpus), Path(index_dir)
     if not path.is_file():
         raise DataError(f"cannot read the corpus {path}: no such file; expected a JSONL file")
-    passages = JsonlCorpus.scan(path)
+    passages = JsonlCorpus(path, np.array([0, *(end for _, end in scan(path))], dtype=np.int64))
     meta = {"size": path.stat().st_size, "passages": len(passages), "passage_prefix": passage_prefix}
     meta_path, vectors_path = directory / "dense.json", directory / "vectors.npy"
     if not meta_path.exists():

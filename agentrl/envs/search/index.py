@@ -13,13 +13,14 @@ import os
 import re
 import shutil
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from agentrl.envs.search.corpus import JsonlCorpus
+from agentrl.envs.search.corpus import JsonlCorpus, scan
+from agentrl.envs.search.postings import K1, B, PostingsBuilder
 from agentrl.envs.search.world import Passage, get_world
 from agentrl.errors import DataError
 
@@ -93,47 +94,36 @@ class Bm25Index:
         return [Hit(self._passages[int(i)], float(scores[i])) for i in candidates[order]]
 
 
-class _TokenLists(Sequence):
-    """Token ids of all passages in two flat arrays: a tenth of the memory of a list of lists."""
+class _Builder:
+    """A bm25s index from passages, one after another."""
 
-    def __init__(self) -> None:
-        self.ids = array("i")
-        self.ends = array("q", [0])
+    def __init__(self, directory: Path | None = None) -> None:
+        self._vocabulary: dict[str, int] = {}
+        self._postings = PostingsBuilder(directory)
 
-    def append(self, ids: list[int]) -> None:
-        self.ids.extend(ids)
-        self.ends.append(len(self.ids))
-
-    def __len__(self) -> int:
-        return len(self.ends) - 1
-
-    def __getitem__(self, i: int) -> list[int]:  # type: ignore[override]
-        return self.ids[self.ends[i] : self.ends[i + 1]].tolist()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (self[i] for i in range(len(self)))
-
-
-def _new_bm25(passages: Sequence[Passage]) -> Any:
-    import bm25s
-
-    vocabulary: dict[str, int] = {}
-    token_lists = _TokenLists()
-    for passage in passages:
+    def add(self, passage: Passage) -> None:
         text = passage.text if passage.text.startswith(passage.title) else f"{passage.title} {passage.text}"
-        token_lists.append([vocabulary.setdefault(word, len(vocabulary)) for word in words(text)])
-    if not vocabulary:
-        vocabulary[""] = 0
-    bm25 = bm25s.BM25()
-    bm25.scores = bm25.build_index_from_ids(list(vocabulary.values()), token_lists, show_progress=False)
-    bm25.vocab_dict = vocabulary
-    bm25.unique_token_ids_set = set(vocabulary.values())
-    return bm25
+        vocabulary = self._vocabulary
+        self._postings.add([vocabulary.setdefault(word, len(vocabulary)) for word in words(text)])
+
+    def finish(self) -> Any:
+        import bm25s
+
+        bm25 = bm25s.BM25(k1=K1, b=B)
+        self._vocabulary.setdefault("", len(self._vocabulary))
+        bm25.nonoccurrence_array = None  # this variant has none
+        bm25.scores = self._postings.finish(len(self._vocabulary))
+        bm25.vocab_dict = self._vocabulary
+        bm25.unique_token_ids_set = set(self._vocabulary.values())
+        return bm25
 
 
 def build_in_memory(passages: Sequence[Passage]) -> Bm25Index:
-    """Index passages that fit in memory: about 20 microseconds and 300 bytes each."""
-    return Bm25Index(_new_bm25(passages), passages)
+    """Index passages that fit in memory."""
+    builder = _Builder()
+    for passage in passages:
+        builder.add(passage)
+    return Bm25Index(builder.finish(), passages)
 
 
 @functools.lru_cache(maxsize=4)
@@ -166,29 +156,34 @@ def open_index(corpus: str | Path, index_dir: str | Path | None = None) -> Bm25I
 def build_index(corpus: str | Path, index_dir: str | Path) -> None:
     """Build the index of a JSONL corpus in ``index_dir``, which appears only when it is complete.
 
-    Takes about 30 microseconds a passage of 100 words and, while it runs, 20 bytes of memory a word.
+    Takes about 0.1 ms a passage of 100 words, and memory for the vocabulary, 8 bytes a passage and one chunk.
 
     Raises:
         DataError: as :func:`open_index`.
     """
     path, directory = Path(corpus), Path(index_dir)
     identity = _identity(path)
-    passages = JsonlCorpus.scan(path)
-    log.info("building a BM25 index of %d passages of %s in %s", len(passages), path, directory)
-    bm25 = _new_bm25(passages)
+    log.info("building a BM25 index of %s in %s", path, directory)
     partial = directory.with_name(f"{directory.name}.tmp-{os.getpid()}")
+    replaced = directory.with_name(f"{directory.name}.old-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
+    (partial / "work").mkdir(parents=True)
     try:
-        bm25.save(str(partial), show_progress=False)
-        np.save(partial / "offsets.npy", passages.offsets)
+        builder = _Builder(partial / "work")
+        offsets = array("q", [0])
+        for passage, end in scan(path):
+            builder.add(passage)
+            offsets.append(end)
+        builder.finish().save(str(partial), show_progress=False)
+        shutil.rmtree(partial / "work")
+        np.save(partial / "offsets.npy", np.frombuffer(offsets, dtype=np.int64))
         (partial / "meta.json").write_text(json.dumps(identity), encoding="utf-8")
-        replaced = directory.with_name(f"{directory.name}.old-{os.getpid()}")
         if directory.exists():
             os.replace(directory, replaced)
         os.replace(partial, directory)
-        shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _identity(corpus: Path) -> dict[str, Any]:
