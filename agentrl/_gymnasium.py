@@ -11,7 +11,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 BUILT_IN = {"search": "agentrl.envs.search:SearchEnv"}
@@ -26,25 +26,32 @@ def register_ids() -> None:
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Lets the usual finders load Gymnasium, then registers our ids; serves once."""
+    """Lets the usual finders find Gymnasium, and registers our ids once it is loaded."""
+
+    _looking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "gymnasium":
+        if fullname != "gymnasium" or self._looking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        load = spec.loader.exec_module
-
-        def load_then_register(module: ModuleType) -> None:
-            load(module)
-            register_ids()
-
-        spec.loader.exec_module = load_then_register  # type: ignore[method-assign]
+        self._looking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._looking = False
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = self._then_register(spec.loader.exec_module)  # type: ignore[method-assign]
         return spec
+
+    def _then_register(self, load: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+        def load_and_register(module: ModuleType) -> None:
+            load(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                register_ids()
+
+        return load_and_register
 
 
 def install() -> None:

@@ -159,9 +159,18 @@ class Env(gymnasium.Env[str, str]):
             raise ConfigError(f"{type(self).__name__} has no split {split!r}; it has {', '.join(self.splits)}.")
         return split
 
+    def check_settings(self) -> None:
+        """Looks at the settings before each episode; subclasses with settings of their own extend it.
+
+        Raises:
+            ConfigError: One has an impossible value.
+        """
+        require_number(self, "max_turns", at_least=1, whole=True)
+
     def _before_reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         if self._phase == "closed":
             raise ClosedEnvironmentError(f"{type(self).__name__} was closed; make a new one.")
+        self.check_settings()
         if seed is not None:
             self._np_random, self._np_random_seed = seeding.np_random(seed)
             self._resets_since_seed = 0
@@ -248,6 +257,19 @@ def checked_reward(reward: Any, where: str) -> float:
         if math.isfinite(value):
             return value
     raise EnvError(f"{where} returned the reward {_brief(reward)}; a finite number is expected.")
+
+
+def require_number(env: Env, name: str, *, at_least: float, whole: bool = False) -> None:
+    """Refuses a setting that is not a finite number of at least ``at_least``.
+
+    Raises:
+        ConfigError: Names the environment, the setting, its value and what is expected.
+    """
+    value = getattr(env, name)
+    fits = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not fits or not math.isfinite(value) or value < at_least:
+        kind = "a whole number" if whole else "a number"
+        raise ConfigError(f"{type(env).__name__}.{name} is {value!r}; {kind} of at least {at_least:g} is expected.")
 
 
 def _check_types(where: str, observation: Any, info: Any) -> None:

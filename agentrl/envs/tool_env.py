@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from agentrl.envs.core import Env, checked_reward
+from agentrl.envs.core import Env, checked_reward, require_number
 from agentrl.errors import ConfigError, EnvError
 from agentrl.rewards import RewardSet
 from agentrl.tools.base import FunctionTool, Tool, ToolErrorType, ToolResult
@@ -92,6 +92,21 @@ class ToolEnv(Env):
     row: dict[str, Any]
     """The task at hand: ``prompt``, ``answer`` and whatever else the author put there."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        listed = cls.__dict__.get("tools", ())
+        for entry in listed if isinstance(listed, (list, tuple)) else ():
+            if inspect.isfunction(entry):
+                _function_tool(entry)  # a missing description is an error here, where the class is defined
+
+    def check_settings(self) -> None:
+        super().check_settings()
+        require_number(self, "tool_timeout", at_least=0)
+        require_number(self, "max_tool_output", at_least=0, whole=True)
+        require_number(self, "max_calls", at_least=1, whole=True)
+        require_number(self, "invalid_call_reward", at_least=-1e9)
+        require_number(self, "success_reward", at_least=-1e9)
+
     # -- what authors define ---------------------------------------------------------------------
 
     def task(self, rng: np.random.Generator, split: str) -> Any:
@@ -132,7 +147,7 @@ class ToolEnv(Env):
         split = self.split_of(options)
         index = self._index(split, options)
         self.row = await self._make_row(split, index)
-        self._tools = {tool.name: tool for tool in self.make_tools()}
+        self._tools = self._by_name(self.make_tools())
         self._parser = self._choose_parser()
         self._turns: list[str] = []
         self._calls: list[dict[str, Any]] = []
@@ -215,6 +230,14 @@ class ToolEnv(Env):
                 f"got {made!r:.120}."
             )
         return dict(made)
+
+    def _by_name(self, tools: Sequence[Tool]) -> dict[str, Tool]:
+        by_name = {tool.name: tool for tool in tools}
+        if len(by_name) < len(tools):
+            names = [tool.name for tool in tools]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"{type(self).__name__} has two tools named {twice!r}; give one another `name`.")
+        return by_name
 
     # -- calls -----------------------------------------------------------------------------------
 

@@ -99,7 +99,7 @@ async def run_call(call: ToolCall, tools: Mapping[str, Tool], *, timeout: float)
     except (InfraError, EnvError):
         raise
     except Exception as error:
-        logger.warning("tool %r raised on %r", call.name, call.arguments, exc_info=error)
+        _log_failure(call, error)
         result = _failed(ToolError(f"{call.name}: {_short(error)}", ToolErrorType.EXECUTION))
     if result.error is not None and result.error.type is ToolErrorType.UNAVAILABLE:
         raise InfraError(f"tool {call.name!r} is unavailable: {result.error.message}")
@@ -148,6 +148,17 @@ def _as_result(value: Any, name: str) -> ToolResult:
     if isinstance(value, (dict, list)):
         return ToolResult(json.dumps(value, ensure_ascii=False, default=str))
     raise EnvError(f"tool {name!r} returned {type(value).__name__}; text, a number, JSON or a ToolResult is expected.")
+
+
+_logged: set[tuple[str, type[Exception]]] = set()
+
+
+def _log_failure(call: ToolCall, error: Exception) -> None:
+    """Logs a tool's own exception: loudly once for each kind, since it may be a defect, or just a wrong argument."""
+    kind = (call.name, type(error))
+    level = logging.DEBUG if kind in _logged else logging.WARNING
+    _logged.add(kind)
+    logger.log(level, "tool %r raised on %.200r", call.name, call.arguments, exc_info=error)
 
 
 def _failed(error: ToolError) -> ToolResult:

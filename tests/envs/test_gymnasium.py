@@ -120,7 +120,15 @@ def test_two_seeded_episodes_are_equal_and_both_ways_of_calling_agree(spec):
     assert blocking() == blocking() == asyncio.run(asynchronous())
 
 
-@pytest.mark.parametrize("order", ["import agentrl, gymnasium", "import gymnasium, agentrl"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        "import agentrl, gymnasium",
+        "import gymnasium, agentrl",
+        "import agentrl, importlib.util; importlib.util.find_spec('gymnasium'); import gymnasium",
+        "import agentrl.envs, gymnasium",
+    ],
+)
 def test_ids_are_known_in_whatever_order_the_two_are_imported(order):
     program = f"{order}; print(gymnasium.spec('agentrl/search-v0').entry_point)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

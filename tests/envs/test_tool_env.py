@@ -301,6 +301,42 @@ def test_a_tool_that_hangs_is_an_observation():
     assert env.step(call("hang"))[0] == "Error (timeout): hang took longer than 0.1 s"
 
 
+def test_a_plain_function_in_the_list_is_a_tool_and_checked_when_the_class_is_defined():
+    def look(where: str) -> str:
+        """Looks.
+
+        Args:
+            where: The place.
+        """
+        return f"at {where}"
+
+    class Looking(Ask):
+        tools = [look]
+
+    env = Looking()
+    env.reset(seed=0)
+    assert env.step(call("look", where="home"))[0] == "at home"
+    with pytest.raises(TypeError, match="has no description"):
+        type("Wrong", (Ask,), {"tools": [lambda where: where]})
+
+
+def test_two_tools_of_one_name_are_refused():
+    class Twice(Ask):
+        tools = [search, search]
+
+    with pytest.raises(ConfigError, match="two tools named 'search'"):
+        Twice().reset(seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_turns", 0), ("max_turns", "8"), ("max_turns", True), ("tool_timeout", float("inf")), ("max_calls", 1.5)],
+)
+def test_impossible_settings_are_named(name, value):
+    with pytest.raises(ConfigError, match=f"Ask.{name} is .* of at least"):
+        Ask(**{name: value}).reset(seed=0)
+
+
 # -- tag format -------------------------------------------------------------------------------------
 
 
