@@ -13,6 +13,8 @@ from typing import Any
 from agentrl.errors import EngineError
 from agentrl.rollout.process import LOOPBACK_ENV, ServerProcess
 
+_BASE_BYTES = 900 << 20  # the three processes of an engine, measured (proportional set size)
+
 
 @dataclass(frozen=True)
 class EngineSpec:
@@ -44,6 +46,30 @@ class EngineSpec:
         if self.device not in ("cpu", "cuda"):
             raise EngineError(f"EngineSpec.device is {self.device!r}; expected 'cpu' or 'cuda'")
 
+    @property
+    def cpu_tokens(self) -> int:
+        """Tokens of KV cache on the CPU."""
+        return int(self.extra.get("max_total_tokens") or self.max_total_tokens or 65536)
+
+    def kv_bytes(self) -> int:
+        """Bytes of KV cache on the CPU, from the checkpoint's config."""
+        config = json.loads((Path(self.model_path) / "config.json").read_text())
+        config = config.get("text_config", config)
+        heads = config.get("num_attention_heads", 1)
+        head_dim = config.get("head_dim") or config.get("hidden_size", 0) // heads
+        per_layer = 2 * config.get("num_key_value_heads", heads) * head_dim
+        return self.cpu_tokens * config.get("num_hidden_layers", 0) * per_layer * self._item_size
+
+    def memory_needed(self) -> int:
+        """Bytes an engine takes on the CPU, about: its processes, the weights, the KV cache."""
+        weights = sum(file.stat().st_size for file in Path(self.model_path).glob("*.safetensors"))
+        # A checkpoint is bf16 as a rule; in float32 the engine holds twice its size.
+        return _BASE_BYTES + weights * self._item_size // 2 + self.kv_bytes()
+
+    @property
+    def _item_size(self) -> int:
+        return 4 if (self.dtype or "float32") in ("float32", "auto") else 2
+
     def server_arguments(self) -> list[str]:
         """SGLang's command line, without address and key."""
         args: dict[str, Any] = {
@@ -67,7 +93,7 @@ class EngineSpec:
                 "grammar-backend": "none",
                 "cuda-graph-backend-decode": "disabled",
                 "cuda-graph-backend-prefill": "disabled",
-                "max-total-tokens": self.max_total_tokens or 65536,
+                "max-total-tokens": self.cpu_tokens,
                 # Without it an idle scheduler spins on a core.
                 "sleep-on-idle": True,
             }
@@ -82,6 +108,16 @@ class EngineSpec:
             elif value is not True:
                 words.append(json.dumps(value) if isinstance(value, dict) else str(value))
         return words
+
+
+def available_memory() -> int:
+    """Bytes that can be had on this machine, or in this container, without swapping."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        available = min(available, max(0, int(text) - int(used.read_text())))
+    return available
 
 
 class EngineProcess(ServerProcess):
@@ -132,7 +168,20 @@ class EngineProcess(ServerProcess):
                 f"{self.name}: no model at {self.spec.model_path!r} (no config.json there). Give the "
                 "folder of an HF checkpoint."
             )
+        if self.spec.device == "cpu":
+            self._check_memory()
         super().start(timeout)
+
+    def _check_memory(self) -> None:
+        """Refuse before the kernel does, which would kill some process or other minutes later."""
+        spec, gib = self.spec, 1 << 30
+        needed, available = spec.memory_needed(), available_memory()
+        if needed > available:
+            raise EngineError(
+                f"{self.name}: too little memory: it needs about {needed / gib:.1f} GiB, of which the KV cache of "
+                f"{spec.cpu_tokens} tokens {spec.kv_bytes() / gib:.1f} GiB; {available / gib:.1f} GiB are available. "
+                "Give a smaller max_total_tokens, fewer engines or a smaller model."
+            )
 
     def arguments(self) -> list[str]:
         return [*self.spec.server_arguments(), "--host", self.host, "--port", str(self.port)]

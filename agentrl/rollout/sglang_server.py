@@ -89,6 +89,11 @@ def import_only_served_model(model_path: str) -> None:
         os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(skip))
 
 
+def leave_out_megatron() -> None:
+    """SGLang's tensor dumper, a debugging aid, imports Megatron where it is installed: seconds and memory."""
+    sys.modules.setdefault("megatron", None)
+
+
 def keep_shared_files_private() -> None:
     """Put SGLang's load snapshot, a mapped file in ``/dev/shm``, into the temporary folder."""
     from sglang.srt.managers import load_snapshot
@@ -129,6 +134,7 @@ def main(argv: list[str]) -> None:
     if api_key is not None:
         server_args.api_key = api_key
     import_only_served_model(server_args.model_path)
+    leave_out_megatron()
     from sglang.srt.entrypoints import http_server  # noqa: F401  imported before the fork, for all
 
     gc.freeze()

@@ -173,6 +173,17 @@ def test_missing_model(tmp_path: Path) -> None:
     assert engine.scratch is None
 
 
+def test_too_little_memory(tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 2, "num_key_value_heads": 2, "num_attention_heads": 4, "head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = EngineSpec(str(tmp_path), max_total_tokens=10**12)
+    assert spec.kv_bytes() == 10**12 * 2 * 2 * 2 * 16 * 4
+    with pytest.raises(EngineError, match=r"too little memory: it needs about .* Give a smaller max_total_tokens"):
+        EngineProcess(spec, log_dir=tmp_path).start()
+    assert EngineSpec(str(tmp_path), dtype="bfloat16", max_total_tokens=100).kv_bytes() == 100 * 2 * 2 * 2 * 16 * 2
+    assert EngineSpec(str(tmp_path), extra={"max_total_tokens": 7}).cpu_tokens == 7
+
+
 def flags(spec: EngineSpec) -> dict[str, str]:
     words = spec.server_arguments()
     values = {}
