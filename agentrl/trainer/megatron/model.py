@@ -122,12 +122,8 @@ def _transformer_options(options: TrainerOptions) -> dict[str, Any]:
     }
 
 
-def megatron_overrides(options: TrainerOptions, config_class: type) -> dict[str, Any]:
-    """The entries of ``options.megatron`` that are fields of this Megatron configuration class.
-
-    Raises:
-        ConfigError: an entry is a field of none of Megatron's configurations.
-    """
+def check_overrides(options: TrainerOptions) -> None:
+    """Raise ConfigError when an entry of ``options.megatron`` is no field of any Megatron configuration."""
     known: set[str] = set()
     for cls in (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig):
         known |= {f.name for f in dataclasses.fields(cls)}
@@ -137,6 +133,10 @@ def megatron_overrides(options: TrainerOptions, config_class: type) -> dict[str,
             raise ConfigError(
                 f"Megatron-core has no option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
             )
+
+
+def megatron_overrides(options: TrainerOptions, config_class: type) -> dict[str, Any]:
+    """The entries of ``options.megatron`` that are fields of this Megatron configuration class."""
     fields = {f.name for f in dataclasses.fields(config_class)}
     return {k: v for k, v in options.megatron.items() if k in fields}
 
@@ -172,10 +172,10 @@ class PolicyModel(GPTModel):
             hidden: [T, 1, h], or [T / TP, 1, h] with sequence parallelism.
         """
         if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden)
+            hidden = gather_from_sequence_parallel_region(hidden, group=self.pg_collection.tp)
             return hidden.squeeze(1).index_select(0, rows)
         picked = hidden.squeeze(1).index_select(0, rows)
-        return copy_to_tensor_model_parallel_region(picked)
+        return copy_to_tensor_model_parallel_region(picked, group=self.pg_collection.tp)
 
 
 _SPLIT_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}

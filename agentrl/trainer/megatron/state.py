@@ -68,10 +68,11 @@ class TrainerState:
         """Write this rank's files into ``folder``, which exists or is made. Ends with a barrier."""
         folder.mkdir(parents=True, exist_ok=True)
         layout = self._layout
+        steps = self._steps()
         tensors: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             # Collective with the distributed optimizer, so on all data-parallel ranks.
-            for kind, value in self._values(parameter).items():
+            for kind, value in self._values(parameter, steps).items():
                 tensors[f"{kind}/{name}"] = value.detach().to("cpu", copy=True).contiguous()
         if layout.dp_rank == 0:
             save_file(tensors, folder / f"model-tp{layout.tp_rank}-pp{layout.pp_rank}.safetensors")
@@ -82,7 +83,7 @@ class TrainerState:
                 "format": FORMAT,
                 "layout": sizes,
                 "counters": counters,
-                "optimizer_steps": self._steps(),
+                "optimizer_steps": steps,
                 "scheduler_steps": self._scheduler.num_steps,
             }
             write_json(folder / "state.json", state)
@@ -114,20 +115,22 @@ class TrainerState:
 
     # -- the three kinds of optimizers ------------------------------------------------------------
 
-    def _values(self, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
+    def _values(self, parameter: torch.nn.Parameter, steps: int) -> dict[str, Tensor]:
         """float32 weight and moments, each of the shape of the (local) parameter."""
         optimizer = self._optimizers[0]
         if isinstance(optimizer, DistributedOptimizer):
-            return self._gathered(optimizer, parameter)
+            return self._gathered(optimizer, parameter, steps)
         main = getattr(parameter, "main_param", parameter)
         state = optimizer.optimizer.state.get(main, {})
         return {"weight": main, **{k: state[k] for k in MOMENTS if k in state}}
 
-    def _gathered(self, optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
+    def _gathered(
+        self, optimizer: DistributedOptimizer, parameter: torch.nn.Parameter, steps: int
+    ) -> dict[str, Tensor]:
         """The same, put together from the slices of the data-parallel ranks."""
         mine = _slice_of(optimizer, parameter)
         parts = optimizer._get_main_param_and_optimizer_states(parameter) if mine else {}
-        kinds = {"weight": "param"} | ({k: k for k in MOMENTS} if self._steps() else {})
+        kinds = {"weight": "param"} | ({k: k for k in MOMENTS} if steps else {})
         values = {}
         for kind, key in kinds.items():
             whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
@@ -162,15 +165,13 @@ class TrainerState:
                 group["step"] = steps
 
     def _steps(self) -> int:
-        """Updates Adam has made."""
+        """Updates Adam has made. The same on all ranks, also on one that owns no slice."""
         optimizer = self._optimizers[0].optimizer
-        for group in optimizer.param_groups:
-            if "step" in group:
-                return int(group["step"])
-        for state in optimizer.state.values():
-            if "step" in state:
-                return int(state["step"])
-        return 0
+        counts = [*optimizer.param_groups, *optimizer.state.values()]
+        mine = max((int(c["step"]) for c in counts if "step" in c), default=0)
+        steps = torch.tensor(mine, device=next(iter(self._parameters.values())).device)
+        dist.all_reduce(steps, op=dist.ReduceOp.MAX)
+        return int(steps)
 
 
 def _step_in_state(optimizer: MegatronOptimizer) -> bool:
@@ -180,6 +181,8 @@ def _step_in_state(optimizer: MegatronOptimizer) -> bool:
 
 def _slice_of(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> slice | None:
     """The part of a flattened parameter that this data-parallel rank's optimizer owns."""
+    if parameter not in optimizer.model_param_gbuf_map:
+        return None
     index, dtype, bucket = optimizer.model_param_gbuf_map[parameter]
     ranges = optimizer.gbuf_ranges[index][dtype][bucket]["param_map"].get(parameter)
     return slice(ranges["param"].start, ranges["param"].end) if ranges else None

@@ -88,7 +88,16 @@ class MegatronTrainer:
         self.options = options
         self.hf_checkpoint = Path(hf_checkpoint)
         hf_config = models.read_config(hf_checkpoint)
+        models.check_overrides(options)
         self.layout = parallel.initialize(rank, world_size, master_addr, master_port, options, listener)
+        try:
+            self._build(hf_config)
+        except BaseException:
+            parallel.shutdown()
+            raise
+
+    def _build(self, hf_config: Any) -> None:
+        options, hf_checkpoint = self.options, self.hf_checkpoint
         self.device = torch.device("cpu") if cpu.on_cpu() else torch.device("cuda", torch.cuda.current_device())
         self.bridge = models.make_bridge(hf_config, options, self.layout)
         self.model = models.build_model(self.bridge, self.layout)

@@ -1,0 +1,69 @@
+"""What a spawned process runs in the tests of parallel layouts. Importable, as spawning needs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from tests.trainer.samples import random_batch
+
+OPTIONS = dict(
+    lr=1e-3, use_kl_loss=True, kl_loss_coef=0.1, entropy_coef=0.01, temperature=0.8, max_tokens_per_gpu=150,
+    timeout_s=100,
+)  # fmt: skip
+LAYOUTS = {
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "dp2": {},
+    "dp2 dist": {"use_distributed_optimizer": True},
+}
+
+
+def measure(trainer, folder: Path, original: dict) -> dict:
+    """Two training steps, log-probabilities, export and state, as plain numbers."""
+    import torch
+
+    exact = all(torch.equal(original[n], t) for n, t in trainer.export())
+    batch = random_batch(12)
+    values = trainer.log_probs(batch)
+    steps = [trainer.train(batch), trainer.train(batch, num_steps=2)]
+    trainer.save(folder / "state")
+    trainer.save_hf(folder / "hf")
+    keys = ("loss", "grad_norm", "kl_loss", "entropy", "clip_fraction", "logprob_abs_diff_max", "ess")
+    if trainer.layout.rank == 0:
+        np.save(folder / "log_probs.npy", values)
+    return {"export_exact": exact, "steps": [{k: s[f"train/{k}"] for k in keys} for s in steps]}
+
+
+RELOADS = {"tp2 sp to pp2": "tp2 sp", "pp2 to dp2 dist": "pp2", "dp2 dist to tp2": "dp2 dist"}
+
+
+def run(rank: int, ports: dict[str, int], checkpoint: str, out: str) -> None:
+    """Every layout of two ranks in this process, one after the other."""
+    import torch
+    from safetensors.torch import load_file
+
+    from agentrl.trainer.megatron.trainer import MegatronTrainer, TrainerOptions
+
+    original = load_file(Path(checkpoint) / "model.safetensors")
+    results = {}
+    for name in LAYOUTS:
+        options = TrainerOptions(**OPTIONS, **LAYOUTS[name])
+        trainer = MegatronTrainer(rank, 2, "127.0.0.1", ports[name], checkpoint, options)
+        folder = Path(out) / name
+        folder.mkdir(exist_ok=True)
+        results[name] = measure(trainer, folder, original)
+        trainer.close()
+    for key, source in RELOADS.items():
+        options = TrainerOptions(**OPTIONS, **LAYOUTS[key.split(" to ")[1]])
+        trainer = MegatronTrainer(rank, 2, "127.0.0.1", ports[key], checkpoint, options)
+        trainer.load(Path(out) / source / "state")
+        saved = load_file(Path(out) / source / "hf" / "model.safetensors")
+        results[key] = {"exact": all(torch.equal(saved[n], t) for n, t in trainer.export())}
+        results[key] |= {"loss": trainer.train(random_batch(12))["train/loss"]}
+        trainer.close()
+    if rank == 0:
+        (Path(out) / "results.json").write_text(json.dumps(results))

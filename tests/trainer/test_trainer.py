@@ -1,0 +1,284 @@
+"""The trainer on one rank, in this process: real Megatron-core against transformers and float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from agentrl.errors import CheckpointError, ConfigError
+from agentrl.trainer.batch import TrainBatch
+from tests.trainer.samples import random_batch, tiny_checkpoint
+
+MODELS = {
+    "qwen3 tied": ("qwen3", {}),
+    "qwen3 untied": ("qwen3", {"tie_word_embeddings": False}),
+    "qwen3 rope base": ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen2 tied": ("qwen2", {}),
+    "llama untied": ("llama", {"tie_word_embeddings": False}),
+    "llama 3 rope, tied": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+}  # fmt: skip
+
+
+def hf_model(path, dtype=torch.float32):
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+
+
+def hf_log_probs(model, batch: TrainBatch, temperature=1.0):
+    """Log-probabilities of the sampled tokens, each sequence alone: tensor with gradient, in order."""
+    out = []
+    for tokens, mask in zip(np.split(batch.tokens, np.cumsum(batch.lengths)[:-1]), masks(batch), strict=True):
+        ids = torch.from_numpy(tokens).long()
+        table = (model(ids[None]).logits[0] / temperature).log_softmax(-1)
+        at = torch.from_numpy(np.flatnonzero(mask))
+        out.append(table[at - 1, ids[at]])
+    return torch.cat(out)
+
+
+def masks(batch):
+    return np.split(batch.loss_mask, np.cumsum(batch.lengths)[:-1])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_log_probs_equal_transformers_and_export_is_bit_exact(make_trainer, tmp_path, name):
+    kind, changes = MODELS[name]
+    path = tiny_checkpoint(tmp_path / "model", kind, **changes)
+    trainer, batch, model = make_trainer(path, temperature=0.8), random_batch(6), hf_model(path)
+    with torch.no_grad():
+        expected = hf_log_probs(model, batch, 0.8).numpy()
+    ours = trainer.log_probs(batch)
+    assert np.abs(ours[batch.loss_mask == 1] - expected).max() < 1e-4
+    assert (ours[batch.loss_mask == 0] == 0).all()
+    there = {n: t for n, t in model.state_dict().items() if n != "lm_head.weight" or "untied" in name}
+    exported = dict(trainer.export())
+    assert exported.keys() == there.keys()
+    assert all(torch.equal(exported[n], t) for n, t in there.items())
+
+
+def test_a_bfloat16_checkpoint_trains_in_float32(make_trainer, tmp_path):
+    path = tiny_checkpoint(tmp_path / "model", dtype="bfloat16")
+    exported = dict(make_trainer(path).export())
+    for name, tensor in hf_model(path, torch.bfloat16).state_dict().items():
+        if name != "lm_head.weight":
+            assert exported[name].dtype == torch.float32
+            assert torch.equal(exported[name].bfloat16(), tensor)
+
+
+def test_packed_equals_each_sequence_alone(make_trainer):
+    batch = random_batch(10)
+    packed = make_trainer(max_tokens_per_gpu=10_000).log_probs(batch)
+    alone = make_trainer(micro_batch_size=1).log_probs(batch)
+    assert np.abs(packed - alone).max() < 1e-5
+
+
+def test_loss_and_gradients_equal_a_float64_reference(make_trainer, checkpoint):
+    batch = random_batch(8, seed=3)
+    trainer = make_trainer(
+        use_kl_loss=True, kl_loss_coef=0.2, kl_loss_type="k3", entropy_coef=0.05, eps_clip=0.2, eps_clip_high=0.3,
+        clip_grad=0.0, lr=1e-6,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    sampled = batch.loss_mask == 1
+    old = np.zeros(batch.num_tokens, np.float32)
+    old[sampled] = trainer.log_probs(batch)[sampled] + rng.normal(0, 0.3, sampled.sum())
+    ref = np.zeros(batch.num_tokens, np.float32)
+    ref[sampled] = old[sampled] + rng.normal(0, 0.3, sampled.sum())
+    batch = batch.with_logprobs(old_logprobs=old, ref_logprobs=ref)
+    metrics = trainer.train(batch)
+
+    model = hf_model(checkpoint, torch.float64)
+    lp = hf_log_probs(model, batch)
+    ratio = torch.exp(lp - torch.from_numpy(old[sampled]))
+    advantage = torch.from_numpy(batch.advantages[sampled]).double()
+    surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage)
+    d = lp - torch.from_numpy(ref[sampled])
+    entropies = []
+    for tokens, mask in zip(np.split(batch.tokens, np.cumsum(batch.lengths)[:-1]), masks(batch), strict=True):
+        table = model(torch.from_numpy(tokens).long()[None]).logits[0].log_softmax(-1)
+        entropies.append(-(table.exp() * table).sum(-1)[torch.from_numpy(np.flatnonzero(mask)) - 1])
+    loss = (-surrogate + 0.2 * (torch.exp(-d) - 1 + d) - 0.05 * torch.cat(entropies)).mean()
+    loss.backward()
+
+    assert metrics["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters()))
+    assert metrics["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    theirs = {n: p.grad for n, p in model.named_parameters()}
+    for name, parameter in trainer.model.named_parameters():
+        pairs = zip(*trainer.bridge._weight_to_hf_format(name, parameter.main_grad), strict=True)
+        for hf_name, grad in pairs:
+            error = (grad.double() - theirs[hf_name]).norm() / theirs[hf_name].norm()
+            assert error < 1e-4, hf_name
+
+
+def test_cutting_into_micro_batches_does_not_matter(make_trainer):
+    batch = random_batch(14, seed=5)
+    results = []
+    for options in ({"max_tokens_per_gpu": 10_000}, {"max_tokens_per_gpu": 70}, {"micro_batch_size": 1}):
+        trainer = make_trainer(**options)
+        metrics = trainer.train(batch)
+        results.append((metrics, {n: t.clone() for n, t in trainer.export()}))
+    assert results[0][0]["train/micro_batches"] < results[1][0]["train/micro_batches"] < 15
+    for metrics, weights in results[1:]:
+        for key in ("train/loss", "train/grad_norm", "train/logprob_abs_diff_mean", "train/ess"):
+            assert metrics[key] == pytest.approx(results[0][0][key], rel=2e-5), key
+        for name, tensor in weights.items():
+            # Adam's first step is lr * sign where gradients are tiny, so compare against the step.
+            assert (tensor - results[0][1][name]).abs().mean() < 1e-2 * 1e-3, name
+
+
+def test_several_steps_a_rollout_and_the_reference_stays(make_trainer):
+    batch = random_batch(12, segments=2)
+    trainer = make_trainer(use_kl_loss=True, kl_loss_coef=0.1)
+    before = trainer.log_probs(batch)
+    first = trainer.train(batch, num_steps=3)
+    assert first["train/steps"] == 3
+    assert trainer.steps_done == 3
+    assert first["train/sampled_tokens"] == batch.num_sampled
+    assert np.abs(trainer.log_probs(batch, "ref") - before).max() == 0
+    assert np.abs(trainer.log_probs(batch) - before).max() > 1e-3
+    assert trainer.train(batch)["train/kl_loss"] > 0
+
+
+def test_recomputed_old_log_probabilities(make_trainer):
+    batch = random_batch(6)
+    metrics = make_trainer(recompute_old_logprobs=True).train(batch)
+    assert (metrics["train/clip_fraction"], metrics["train/ppo_kl"]) == (0.0, 0.0)
+    assert metrics["train/logprob_abs_diff_mean"] > 0.01
+    assert make_trainer(recompute_old_logprobs=True).train(batch, num_steps=2)["train/ppo_kl"] != 0.0
+
+
+def test_training_raises_the_probability_of_what_was_good(make_trainer):
+    batch = random_batch(8)
+    batch = dataclasses.replace(batch, advantages=batch.loss_mask.astype(np.float32))
+    trainer = make_trainer(recompute_old_logprobs=True)
+    before = trainer.log_probs(batch).sum()
+    for _ in range(3):
+        trainer.train(batch)
+    assert trainer.log_probs(batch).sum() > before + 1
+
+
+def test_a_bad_gradient_changes_nothing(make_trainer):
+    batch = random_batch(6)
+    bad = batch.advantages.copy()
+    bad[np.flatnonzero(batch.loss_mask)[0]] = np.inf
+    trainer = make_trainer(lr_warmup_steps=4)
+    trainer.train(batch)
+    before = {n: t.clone() for n, t in trainer.export()}
+    metrics = trainer.train(dataclasses.replace(batch, advantages=bad))
+    assert metrics["train/steps_skipped"] == 1
+    assert not np.isfinite(metrics["train/grad_norm"])
+    assert all(torch.equal(before[n], t) for n, t in trainer.export())
+    after = trainer.train(batch)
+    assert after["train/steps_skipped"] == 0
+    assert after["train/lr"] == pytest.approx(1e-3 * 2 / 4)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": True}, {"dtype": "bf16"}])
+def test_resume_is_bit_exact(make_trainer, tmp_path, options):
+    options = {"lr_warmup_steps": 3, "lr_decay_style": "cosine", "lr_decay_steps": 9, **options}
+    batches = [random_batch(6, seed=i) for i in range(4)]
+    straight = make_trainer(**options)
+    expected = [straight.train(b) for b in batches]
+    weights = {n: t.clone() for n, t in straight.export()}
+    first = make_trainer(**options)
+    for batch in batches[:2]:
+        first.train(batch)
+    first.save(tmp_path / "state")
+    resumed = make_trainer(**options)
+    resumed.load(tmp_path / "state")
+    assert resumed.steps_done == 2
+    for batch, there in zip(batches[2:], expected[2:], strict=True):
+        here = resumed.train(batch)
+        assert all(here[k] == there[k] for k in there if not k.startswith("time") and "per_s" not in k)
+    assert all(torch.equal(weights[n], t) for n, t in resumed.export())
+
+
+def test_a_state_of_another_model_is_refused(make_trainer, tmp_path):
+    make_trainer().save(tmp_path / "state")
+    other = make_trainer(tiny_checkpoint(tmp_path / "wide", hidden_size=32))
+    with pytest.raises(CheckpointError, match="another model"):
+        other.load(tmp_path / "state")
+    (tmp_path / "state" / "model-tp0-pp0.safetensors").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match="another checkpoint"):
+        other.load(tmp_path / "state")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        other.load(tmp_path / "nowhere")
+
+
+def test_save_hf_loads_with_everything_beside_the_weights(make_trainer, tmp_path):
+    path = Path(tiny_checkpoint(tmp_path / "model", dtype="bfloat16"))
+    (path / "tokenizer.json").write_text("{}")
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+    (path / "modeling.py").write_text("raise SystemExit")
+    trainer = make_trainer(str(path))
+    batch = random_batch(4)
+    trainer.train(batch)
+    trainer.save_hf(tmp_path / "out")
+    files = {p.name for p in (tmp_path / "out").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= files
+    assert "modeling.py" not in files
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+    with torch.no_grad():
+        loaded = hf_log_probs(hf_model(tmp_path / "out"), batch).numpy()
+    assert np.abs(trainer.log_probs(batch)[batch.loss_mask == 1] - loaded).max() < 1e-4
+
+
+def test_large_models_are_saved_in_shards(make_trainer, tmp_path, monkeypatch):
+    monkeypatch.setattr("agentrl.trainer.megatron.hf_save.SHARD_BYTES", 100_000)
+    trainer = make_trainer()
+    trainer.save_hf(tmp_path / "out")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    loaded = hf_model(tmp_path / "out").state_dict()
+    assert all(torch.equal(loaded[n], t) for n, t in trainer.export())
+
+
+def test_megatrons_own_options_reach_megatron(make_trainer):
+    trainer = make_trainer(megatron={"adam_eps": 1e-5, "layernorm_epsilon": 1e-3, "bucket_size": 1000})
+    assert trainer.optimizer.config.adam_eps == 1e-5
+    assert trainer.model.config.layernorm_epsilon == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"megatron": {"adam_epz": 1}}, "did you mean 'adam_eps'"),
+        ({"tensor_model_parallel_size": 3}, "does not divide the 1 trainer ranks"),
+        ({"context_parallel_size": 2}, "context-parallel-size"),
+        ({"sequence_parallel": True}, "sequence-parallel needs"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"lr_decay_style": "cosine"}, "lr_decay_steps"),
+        ({"dtype": "fp8"}, "--dtype"),
+    ],
+)
+def test_wrong_options_are_refused(make_trainer, options, text):
+    with pytest.raises(ConfigError, match=text):
+        make_trainer(**options)
+
+
+def test_unusable_checkpoints_are_refused(make_trainer, tmp_path):
+    with pytest.raises(CheckpointError, match="config.json"):
+        make_trainer(str(tmp_path))
+    path = Path(tiny_checkpoint(tmp_path / "model"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+    with pytest.raises(ConfigError, match="supported: qwen2, qwen3, llama"):
+        make_trainer(str(path))
+
+
+def test_reference_log_probabilities_need_a_reference(make_trainer):
+    with pytest.raises(ConfigError, match="no reference"):
+        make_trainer().log_probs(random_batch(2), "ref")
