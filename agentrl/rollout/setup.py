@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from agentrl.rollout.conversation import EpisodeLimits
 from agentrl.rollout.engine import EngineSpec
 from agentrl.types import SamplingParams
 from agentrl.warden import Warden
+
+
+CONTEXT_MARGIN = 64
 
 
 def has_gpu() -> bool:
@@ -80,10 +85,18 @@ def engine_spec(cfg: Any, model_dir: str) -> EngineSpec:
         dtype=dtype,
         tp=cfg.rollout_num_gpus_per_engine if gpu else 1,
         max_total_tokens=None if gpu else min(cpu_tokens, 131072),
-        context_length=cfg.rollout_max_context_len,
+        context_length=_context_length(cfg, model_dir),
         threads=cfg.threads or engine_threads(cfg),
         extra=extra,
     )
+
+
+def _context_length(cfg: Any, model_dir: str) -> int:
+    """What the engine is told. SGLang keeps a few tokens of it for itself, so it gets more than an episode uses."""
+    wanted = cfg.rollout_max_context_len + CONTEXT_MARGIN
+    config = json.loads((Path(model_dir) / "config.json").read_text())
+    trained = config.get("max_position_embeddings")
+    return wanted if trained is None else max(min(wanted, trained), cfg.rollout_max_context_len)
 
 
 def engine_threads(cfg: Any) -> int:

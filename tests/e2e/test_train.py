@@ -93,13 +93,13 @@ import agentrl
 
 
 class Broken(agentrl.ToolEnv):
-    """Its reset works, its reward does not."""
+    """It can be made, but no task can be had from it."""
 
     def task(self, rng, split):
-        return {"prompt": "Say yes.", "answer": "yes"}
+        raise RuntimeError("the database is gone")
 
-    def reward(self, answer, task):
-        raise RuntimeError("the judge is asleep")
+    def reward(self, text, answer):
+        return 0.0
 '''
 
 
@@ -107,6 +107,6 @@ def test_an_env_that_always_raises_ends_the_run_with_its_error(start, tmp_path):
     (tmp_path / "broken.py").write_text(RAISING)
     command = start("train", "--env", "broken.py:Broken", *SMALL, "--num-rollout", "1", "--eval-interval", "0")
     assert command.wait() == 1
-    assert "the judge is asleep" in command.text and "8 of 8 episodes" in command.text
+    assert "the database is gone" in command.text and "8 of 8 episodes" in command.text
     assert "Traceback" not in command.text
     assert command.left_behind() == []
