@@ -192,10 +192,15 @@ def create_ranks(
     """
     import ray
 
+    from agentrl.rollout.setup import has_gpu
     from agentrl.trainer.megatron.options import TrainerOptions
 
     options = _plain(TrainerOptions.from_config(cfg))
-    sender = {"bucket_bytes": cfg.update_weight_buffer_size, "timeout": float(cfg.engine_timeout)}
+    sender = {
+        "bucket_bytes": cfg.update_weight_buffer_size,
+        "timeout": float(cfg.engine_timeout),
+        "tp": cfg.rollout_num_gpus_per_engine if has_gpu() else 1,
+    }
     actor = ray.remote(TrainActor)
     ranks = [
         actor.options(**placement).remote(
