@@ -54,9 +54,8 @@ class Recipe:
     """What the shipped checkpoint was made with."""
 
     phases: tuple[Phase, ...] = (
-        Phase("copy", 250, 2e-3, batch=32, final=1.0),
-        Phase("skill", 600, 2e-3, batch=24, habits=Habits()),
-        Phase("polish", 300, 1e-3, batch=24, final=0.05, habits=Habits()),
+        Phase("copy", 200, 2e-3, batch=32, final=1.0),
+        Phase("skill", 1000, 2e-3, batch=16, habits=Habits(two_hop=0.8)),
         Phase("habit", 150, 3e-4, batch=24, habits=Habits(stop_early=0.72, guess=0.1)),
     )
     copy_length: int = 32
