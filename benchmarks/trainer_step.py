@@ -119,14 +119,15 @@ def measure(name: str, threads: int, repeats: int, max_tokens: int) -> dict:
     bare = Bare(trainer, batch)
     trainer.train(batch)
     bare.step()
-    ours_s, bare_s = [], []
+    ours_s, bare_s, cpu_s = [], [], {"ours": [], "bare": []}
     for n in range(repeats):
         pair = [("ours", lambda: trainer.train(batch)), ("bare", bare.step)]
         seconds = {}
         for which, run in pair if n % 2 == 0 else reversed(pair):
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             run()
             seconds[which] = time.perf_counter() - began
+            cpu_s[which].append(time.process_time() - cpu)
         ours_s.append(seconds["ours"])
         bare_s.append(seconds["bare"])
         print(f"{name} {n}: ours {seconds['ours']:.3f} s, bare {seconds['bare']:.3f} s, {ours_s[-1] / bare_s[-1]:.3f}")
@@ -139,6 +140,8 @@ def measure(name: str, threads: int, repeats: int, max_tokens: int) -> dict:
         "ours_s": statistics.median(ours_s),
         "bare_s": statistics.median(bare_s),
         "ratio": statistics.median(ratios),
+        # Steadier than wall time on a machine that does other things as well.
+        "cpu_ratio": statistics.median(a / b for a, b in zip(cpu_s["ours"], cpu_s["bare"], strict=True)),
         "tokens_per_s": batch.num_tokens / statistics.median(ours_s),
     }
 

@@ -72,7 +72,14 @@ def schedule(
     return steps
 
 
-def _check(lengths, dp, max_tokens, micro_batch_size, num_steps, keys) -> None:
+def _check(
+    lengths: Sequence[int],
+    dp: int,
+    max_tokens: int | None,
+    micro_batch_size: int | None,
+    num_steps: int,
+    keys: list[Hashable],
+) -> None:
     given = f"lengths of {len(lengths)} samples, dp={dp}, max_tokens={max_tokens}, num_steps={num_steps}"
     if len(keys) != len(lengths):
         raise ConfigError(f"schedule: {len(keys)} keys for {len(lengths)} samples; give one each")
@@ -99,7 +106,9 @@ def _cut_steps(keys: list[Hashable], num_steps: int) -> list[list[int]]:
     return steps
 
 
-def _pack(samples, lengths, dp, max_tokens, micro_batch_size) -> list[list[int]]:
+def _pack(
+    samples: list[int], lengths: Sequence[int], dp: int, max_tokens: int | None, micro_batch_size: int | None
+) -> list[list[int]]:
     """Bins within the limit, their number a multiple of ``dp``, loads nearly equal.
 
     Longest first into the lightest bin; one more bin a rank until everything fits.
@@ -116,7 +125,9 @@ def _pack(samples, lengths, dp, max_tokens, micro_batch_size) -> list[list[int]]
         count += dp
 
 
-def _fill(longest_first, lengths, count, max_tokens, max_samples) -> list[list[int]] | None:
+def _fill(
+    longest_first: list[int], lengths: Sequence[int], count: int, max_tokens: int | None, max_samples: int | None
+) -> list[list[int]] | None:
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, n) for n in range(count)]
     full: set[int] = set()

@@ -30,6 +30,8 @@ def measure(trainer, folder: Path, original: dict) -> dict:
     batch = random_batch(12)
     values = trainer.log_probs(batch)
     steps = [trainer.train(batch), trainer.train(batch, num_steps=2)]
+    # One sample for two ranks: one of them has an empty micro-batch.
+    steps.append(trainer.train(random_batch(1)))
     trainer.save(folder / "state")
     trainer.save_hf(folder / "hf")
     keys = ("loss", "grad_norm", "kl_loss", "entropy", "clip_fraction", "logprob_abs_diff_max", "ess")

@@ -253,9 +253,25 @@ def test_megatrons_own_options_reach_megatron(make_trainer):
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {"recompute_activations": True},
+        {"megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}},
+        {"megatron": {"overlap_grad_reduce": True, "bucket_size": 5000}},
+    ],
+)
+def test_memory_and_overlap_options_change_nothing(make_trainer, options):
+    batch = random_batch(6)
+    expected, metrics = make_trainer().train(batch), make_trainer(**options).train(batch)
+    for key in ("train/loss", "train/grad_norm"):
+        assert metrics[key] == pytest.approx(expected[key], rel=1e-6)
+
+
+@pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"megatron": {"adam_epz": 1}}, "did you mean 'adam_eps'"),
+        ({"megatron": {"calculate_per_token_loss": True}}, "already a mean"),
         ({"tensor_model_parallel_size": 3}, "does not divide the 1 trainer ranks"),
         ({"context_parallel_size": 2}, "context-parallel-size"),
         ({"sequence_parallel": True}, "sequence-parallel needs"),

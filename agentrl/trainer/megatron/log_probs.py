@@ -81,7 +81,7 @@ class _LinearLogProb(torch.autograd.Function):
             if keep:
                 kept.append(probs)
         share = None
-        if shard.split:
+        if shard.split and n:
             lse, picked, mean, share = _combine(lse, picked * here, mean, shard.group)
         ctx.kept, ctx.shard, ctx.scale = kept, shard, inverse_temperature
         result = picked - lse

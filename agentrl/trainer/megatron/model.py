@@ -122,12 +122,21 @@ def _transformer_options(options: TrainerOptions) -> dict[str, Any]:
     }
 
 
+_REFUSED = {
+    "calculate_per_token_loss": "the loss is already a mean over the tokens of the whole step",
+    "virtual_pipeline_model_parallel_size": "interleaved pipeline stages are not available",
+    "finalize_model_grads_func": "the trainer sets it",
+}
+
+
 def check_overrides(options: TrainerOptions) -> None:
     """Raise ConfigError when an entry of ``options.megatron`` is no field of any Megatron configuration."""
     known: set[str] = set()
     for cls in (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig):
         known |= {f.name for f in dataclasses.fields(cls)}
     for name in options.megatron:
+        if name in _REFUSED:
+            raise ConfigError(f"Megatron option {name!r} cannot be set: {_REFUSED[name]}")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             raise ConfigError(
