@@ -10,10 +10,10 @@ DEMO = "demo"
 
 PRESETS: dict[str, dict[str, Any]] = {
     DEMO: {
-        "num_rollout": 12,
+        "num_rollout": 10,
         "rollout_batch_size": 32,
         "n_samples_per_prompt": 8,
-        "lr": 5e-4,
+        "lr": 2e-4,
         "lr_decay_style": "constant",
         "eps_clip": 0.2,
         "eps_clip_high": 0.28,
@@ -21,9 +21,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rollout_max_response_len": 64,
         "rollout_max_context_len": 512,
         "max_turns": 6,
-        "eval_interval": 4,
+        "eval_interval": 5,
         "eval_tasks": 200,
-        "save_interval": 4,
+        "save_interval": 5,
         "dtype": "fp32",
         "seed": 0,
     }
