@@ -35,7 +35,7 @@ def held_out_sets(cfg: Any, *, split: str = "test") -> list[HeldOutSet]:
 
     Args:
         cfg: ``Config`` or ``EvalConfig``.
-        split: split of the environment; the files of ``--eval-prompt-data`` are held out as a whole.
+        split: split of the environment; the files of ``--eval-prompt-data`` are held out whole.
 
     Raises:
         ConfigError: there is nothing to evaluate on.
@@ -48,13 +48,18 @@ def held_out_sets(cfg: Any, *, split: str = "test") -> list[HeldOutSet]:
         wanted.append((env_label(cfg.env or cfg.prompt_data), split, (spec, kwargs)))
     for name, path in cfg.eval_prompt_data:
         spec, kwargs = cfg.prompt_env_spec(path)
-        wanted.append((name, "test", (spec, {**kwargs, "split_by_hash": None})))
+        wanted.append((name, "all", (spec, kwargs)))
     sets = []
     for name, its_split, (spec, kwargs) in wanted:
         env = make(spec, **kwargs)
         try:
-            if its_split not in env.unwrapped.splits and cfg.eval_prompt_data:
-                continue  # an environment without held-out tasks, evaluated on files instead
+            if cfg.eval_prompt_data and its_split == split and not _has_tasks(env, split):
+                continue  # no held-out tasks of its own: the files are what it is evaluated on
+            if cfg.prompt_data and not _has_tasks(env, its_split):
+                raise ConfigError(
+                    f"{cfg.prompt_data} has no held-out tasks: give --eval-prompt-data NAME PATH, or keep a share of "
+                    "the file back with --env-arg test_fraction=0.1"
+                )
             tasks = held_out_tasks(spec, env, split=its_split, limit=cfg.eval_tasks)
         finally:
             env.close()
@@ -65,6 +70,10 @@ def held_out_sets(cfg: Any, *, split: str = "test") -> list[HeldOutSet]:
     if len(set(names)) != len(names):
         raise ConfigError(f"held-out sets need distinct names, got {', '.join(names)}")
     return sets
+
+
+def _has_tasks(env: Any, split: str) -> bool:
+    return split in env.unwrapped.splits and env.unwrapped.num_tasks(split) != 0
 
 
 async def run_set(

@@ -19,6 +19,7 @@ from rich.text import Text
 from agentrl.config.schema import Config
 from agentrl.data.rundir import RunDir
 from agentrl.errors import AgentRLError
+from agentrl.loading import portable
 from agentrl.progress import Progress, before_after, clock, episode_panel, shown
 from agentrl.rollout.setup import has_gpu, scratch
 from agentrl.trainer.checkpoint import Checkpoint, CheckpointStore
@@ -47,6 +48,8 @@ def train(cfg: Config) -> int:
         AgentRLError: with one message for a person; processes and temporary folders are gone by then.
         KeyboardInterrupt: after the same cleaning up.
     """
+    if cfg.env:
+        cfg = cfg.replace(env=portable(cfg.env))  # a relative file must be found by every process, and after --load
     check_environment(cfg)
     source = CheckpointStore.open_run(cfg.load) if cfg.load else None
     start = source.step if source else 0
