@@ -33,6 +33,7 @@ INLINE = "inline"
 """Role of an observation that continues the assistant's turn as it is, without template text around it
 (Search-R1's ``<information>`` blocks)."""
 
+_KEPT_PROMPTS = 64
 _REASONING_END = "</think>"
 _OPENED_REASONING = re.compile(r"<think(?:ing)?>\s*\Z")
 Tools = Sequence[dict[str, Any]] | None
@@ -60,6 +61,7 @@ class ChatTemplate:
                 f"{self._name} has no chat template; put chat_template.jinja beside its tokenizer or pass one"
             )
         self.encoder = ProvenanceTokenizer(backend)
+        self._prompts: dict[str, np.ndarray] = {}
         self.end_of_turn_id = self._end_of_turn()
         """The control token that the template puts after an assistant message, if it does."""
         self.eos_token_ids: tuple[int, ...] = self._all_eos()
@@ -82,13 +84,22 @@ class ChatTemplate:
         return detect_format(self.template_source)
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> np.ndarray:
-        """int32 ``[n]``: the whole conversation and the opening of an assistant turn.
+        """int32 ``[n]``, read-only: the whole conversation and the opening of an assistant turn.
 
         Raises:
             EnvError: the template refuses these messages (roles, order, missing fields).
         """
-        sealed = self.encoder.seal_all(_join_inline(messages))
-        return self.encoder.encode(self._render(sealed, self.encoder.seal_all(tools)))
+        # The episodes of a group open with the same words: encode them once.
+        key = repr((messages, tools))
+        ids = self._prompts.pop(key, None)
+        if ids is None:
+            sealed = self.encoder.seal_all(_join_inline(messages))
+            ids = self.encoder.encode(self._render(sealed, self.encoder.seal_all(tools)))
+            ids.flags.writeable = False
+            if len(self._prompts) >= _KEPT_PROMPTS:
+                del self._prompts[next(iter(self._prompts))]
+        self._prompts[key] = ids  # the most recent one last
+        return ids
 
     def extension(
         self,

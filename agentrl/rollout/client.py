@@ -8,9 +8,11 @@ request id and, after a failure, a new routing key, so that a sticky router trie
 from __future__ import annotations
 
 import asyncio
+import functools
+import math
+import os
 import random
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -147,7 +149,7 @@ class EngineClient:
             if part.finish_reason != "abort" or missing <= 0:
                 return parts
             self.counters.continuations += 1
-            rid = uuid.uuid4().hex
+            rid = new_rid()
             if len(part.tokens):
                 ids, params = np.concatenate([ids, part.tokens]), replace(params, max_new_tokens=missing)
                 delay = self._backoff
@@ -172,17 +174,18 @@ class EngineClient:
             self._slots.release()
 
     def _joined(self, parts: list[Generation], prompt_tokens: int, seconds: float) -> Generation:
-        last = parts[-1]
-        one = len(parts) == 1
-        generation = Generation(
-            tokens=last.tokens if one else np.concatenate([p.tokens for p in parts]),
-            logprobs=last.logprobs if one else np.concatenate([p.logprobs for p in parts]),
-            versions=last.versions if one else np.concatenate([p.versions for p in parts]),
-            finish_reason="length" if last.finish_reason == "abort" else last.finish_reason,
-            cached_tokens=parts[0].cached_tokens,
-            prompt_tokens=prompt_tokens,
-            seconds=seconds,
-        )
+        first, last = parts[0], parts[-1]
+        generation = last
+        if len(parts) > 1 or last.finish_reason == "abort":
+            generation = Generation(
+                tokens=np.concatenate([p.tokens for p in parts]),
+                logprobs=np.concatenate([p.logprobs for p in parts]),
+                versions=np.concatenate([p.versions for p in parts]),
+                finish_reason="length" if last.finish_reason == "abort" else last.finish_reason,
+                cached_tokens=first.cached_tokens,
+                prompt_tokens=prompt_tokens,
+                seconds=seconds,
+            )
         counters = self.counters
         counters.requests += 1
         counters.prompt_tokens += prompt_tokens
@@ -197,15 +200,16 @@ class EngineClient:
         """One answer, whatever number of attempts it takes until ``deadline``."""
         import orjson
 
-        body = {"input_ids": ids, "sampling_params": request_fields(params), "return_logprob": True, "rid": rid}
+        body = {"input_ids": ids, "sampling_params": _sampling_json(params), "return_logprob": True, "rid": rid}
         payload = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        delay, reason = self._backoff, "no time left to ask"
+        delay, reason, started = self._backoff, "no time left to ask", time.monotonic()
         while True:
             seconds = min(self._attempt_timeout, deadline - time.monotonic())
             if seconds <= 0:
                 raise self._no_answer(timeout, reason)
             try:
-                return _parse(await self._post(payload, self._key(key), seconds), len(ids), params.max_new_tokens)
+                content = await self._exchange(payload, self._key(key), seconds)
+                return _parse(content, len(ids), params.max_new_tokens, started)
             except _Retryable as error:
                 reason = str(error)
             self.counters.retries += 1
@@ -213,26 +217,22 @@ class EngineClient:
             await self._pause(delay, deadline, timeout, reason)
             delay = min(2 * delay, self._max_backoff)
             # The earlier attempt may still run somewhere: an engine refuses a request id it knows.
-            body["rid"] = uuid.uuid4().hex
+            body["rid"] = new_rid()
             payload = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
-    async def _post(self, payload: bytes, key: str, seconds: float) -> bytes:
+    async def _exchange(self, payload: bytes, key: str, seconds: float) -> bytes:
+        """The body of one answer with status 200."""
         import aiohttp
 
         session = self._session or self._open()
+        headers = {ROUTING_HEADER: key}
         try:
-            return await self._exchange(session, payload, key, seconds)
+            async with asyncio.timeout(seconds), session.post(self._url, data=payload, headers=headers) as answer:
+                content = await answer.read()
         except TimeoutError:
             raise _Retryable(f"no answer in {seconds:.1f} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise _Retryable(f"{type(error).__name__}: {error}") from error
-
-    async def _exchange(self, session: Any, payload: bytes, key: str, seconds: float) -> bytes:
-        async with (
-            asyncio.timeout(seconds),
-            session.post(self._url, data=payload, headers={ROUTING_HEADER: key}) as answer,
-        ):
-            content = await answer.read()
         if answer.status == 200:
             return content
         text = content[:2000].decode("utf-8", "replace")
@@ -278,8 +278,8 @@ class EngineClient:
             self._moves.popitem(last=False)
 
 
-def _parse(content: bytes, prompt_tokens: int, max_new_tokens: int) -> Generation:
-    """An answer's bytes to arrays.
+def _parse(content: bytes, prompt_tokens: int, max_new_tokens: int, started: float) -> Generation:
+    """An answer's bytes to arrays. ``started`` is when it was asked for (monotonic seconds).
 
     Raises:
         EngineError: not the answer of ``/generate`` with log-probabilities, or one of them is null.
@@ -294,11 +294,10 @@ def _parse(content: bytes, prompt_tokens: int, max_new_tokens: int) -> Generatio
     try:
         meta = answer["meta_info"]
         finish = meta["finish_reason"]
-        triples = meta["output_token_logprobs"]
-        tokens = np.array(answer["output_ids"], np.int32)
-        # null (orjson's and SGLang's way to write NaN) becomes NaN.
-        logprobs = np.array([t[0] for t in triples], np.float32)
-        ids = np.array([t[1] for t in triples], np.int32)
+        output = answer["output_ids"]
+        logprobs, ids, _ = zip(*meta["output_token_logprobs"], strict=True) if output else ((), (), ())
+        tokens = np.array(output, np.int32)
+        logprobs = np.array(logprobs, np.float32)  # null (orjson's and SGLang's way to write NaN) becomes NaN
         versions = _versions(meta, len(tokens))
         reason = finish["type"]
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -308,16 +307,29 @@ def _parse(content: bytes, prompt_tokens: int, max_new_tokens: int) -> Generatio
         ) from error
     if reason == "abort" and (finish.get("status_code") or 500) < 500:
         raise EngineError(f"the engine refused the request: {finish.get('message')}")
-    if len(ids) != len(tokens) or (ids != tokens).any():
-        raise EngineError(f"{len(tokens)} output ids do not match {len(ids)} log-probabilities")
-    if not np.isfinite(logprobs).all():
+    if ids != tuple(output):
+        raise EngineError(f"{len(output)} output ids do not match {len(ids)} log-probabilities")
+    if not math.isfinite(logprobs.sum()):
         raise EngineError(
             "the engine returned a log-probability that is null or not finite; "
             "its weights or activations hold NaN: check the last weight update and the loss"
         )
     if len(tokens) > max_new_tokens:
         raise EngineError(f"{len(tokens)} tokens came back, {max_new_tokens} were asked for")
-    return Generation(tokens, logprobs, versions, reason, int(meta.get("cached_tokens", 0)), prompt_tokens)
+    cached, seconds = int(meta.get("cached_tokens", 0)), time.monotonic() - started
+    return Generation(tokens, logprobs, versions, reason, cached, prompt_tokens, seconds)
+
+
+def new_rid() -> str:
+    """A request id: 32 random hex digits. One width, because SGLang aborts by prefix."""
+    return os.urandom(16).hex()
+
+
+@functools.lru_cache(maxsize=1024)
+def _sampling_json(params: SamplingParams) -> Any:
+    import orjson
+
+    return orjson.Fragment(orjson.dumps(request_fields(params)))
 
 
 def _versions(meta: dict[str, Any], n: int) -> np.ndarray:
@@ -325,6 +337,8 @@ def _versions(meta: dict[str, Any], n: int) -> np.ndarray:
     spans = meta.get("weight_versions")
     if not spans:
         return np.full(n, version_number(meta["weight_version"]), np.int32)
+    if len(spans) == 1 and spans[0]["start"] == 0 and spans[0]["end"] == n:
+        return np.full(n, version_number(spans[0]["version"]), np.int32)
     versions = np.full(n, -1, np.int32)
     for span in spans:
         versions[span["start"] : span["end"]] = version_number(span["version"])

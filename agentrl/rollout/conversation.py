@@ -7,7 +7,6 @@ same ledger and end for the same reasons.
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 
 from agentrl.errors import ConfigError, EngineError
 from agentrl.rollout.chat import ChatTemplate
-from agentrl.rollout.client import PolicyClient
+from agentrl.rollout.client import PolicyClient, new_rid
 from agentrl.rollout.ledger import TokenLedger
 from agentrl.rollout.sampling import for_turn
 from agentrl.tools.parsers import Parsed, Parser
@@ -55,7 +54,7 @@ class EpisodeEnd(Exception):
         self.retryable = retryable
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Turn:
     """What one call of the policy gave."""
 
@@ -155,7 +154,7 @@ class Conversation:
             generation = await self._client.generate(
                 prompt,
                 params,
-                rid=uuid.uuid4().hex,
+                rid=new_rid(),
                 routing_key=self._routing_key,
                 timeout=self._limits.request_timeout_s,
             )

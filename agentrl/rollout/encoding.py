@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agentrl.errors import ConfigError
+from agentrl.rollout.fast_text import ByteDecoder, WordEncoder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -41,6 +42,7 @@ class ProvenanceTokenizer:
 
         self._reader = reader
         spec = json.loads(reader.to_str())
+        self._decoder = ByteDecoder.of(reader, spec)
         spec.update(truncation=None, padding=None, post_processor=None)
         controls = [t for t in spec["added_tokens"] if t["content"].strip()]
         self.control_ids: dict[str, int] = {t["content"]: t["id"] for t in controls}
@@ -54,8 +56,9 @@ class ProvenanceTokenizer:
         spec["added_tokens"] = [t for t in spec["added_tokens"] if not t["content"].strip()]
         content = _load(Tokenizer, spec)
 
-        self._anchor = f"anchor{nonce}"
-        self._placeholders = {text: f"seal{nonce}x{i:04d}" for i, text in enumerate(self.control_ids)}
+        # A rare first character keeps the search for marks quick; ASCII survives any JSON escaping.
+        self._anchor = f"~anchor{nonce}"
+        self._placeholders = {text: f"~{nonce}x{i:04d}" for i, text in enumerate(self.control_ids)}
         private = [self._anchor, *self._placeholders.values()]
         tokens = [AddedToken(p, special=True, normalized=False) for p in private]
         template.add_special_tokens(tokens)
@@ -68,6 +71,12 @@ class ProvenanceTokenizer:
         self._sealed_ids |= {
             template.token_to_id(p): self._ordinary_ids(content, text) for text, p in self._placeholders.items()
         }
+        # Added tokens that swallow white space, or consist of it, need the tokenizer's own splitting.
+        simple = not spec["added_tokens"] and not any(t["lstrip"] or t["rstrip"] or t["single_word"] for t in controls)
+        self._words = WordEncoder.of(template, spec) if simple else None
+        self._mark_ids = {text: [index] for text, index in self.control_ids.items()}
+        self._mark_ids |= {p: self._sealed_ids[template.token_to_id(p)].tolist() for p in private[1:]}
+        self._marks = re.compile("(" + "|".join(map(re.escape, sorted(self._mark_ids, key=len, reverse=True))) + ")")
 
     def seal(self, text: str) -> str:
         """``text`` with each added token's text replaced by a placeholder; most texts come back as they are.
@@ -92,9 +101,10 @@ class ProvenanceTokenizer:
 
     def encode(self, rendered: str) -> np.ndarray:
         """int32 ``[n]``: ids of text rendered by the template from sealed content."""
-        # The batch call skips the offsets, which nobody reads.
-        encoding = self._template.encode_batch_fast([rendered], add_special_tokens=False)[0]
-        ids = np.array(encoding.ids, np.int32)
+        if self._words is not None:
+            return self._encode_by_words(rendered)
+        # Not the batch call: it hands one text to a thread pool, which costs more than it saves.
+        ids = np.array(self._template.encode(rendered, add_special_tokens=False).ids, np.int32)
         if len(ids) and (self._moved or int(ids.max()) >= self._first_private):
             return self._replace_private(ids)
         return ids
@@ -102,9 +112,20 @@ class ProvenanceTokenizer:
     def encode_after_control(self, rendered: str) -> np.ndarray:
         """As :meth:`encode`, for text that follows a control token, not the start of a sequence.
 
-        Some tokenizers treat the first word of a text in its own way.
+        Some tokenizers treat the first word of a text in its own way; those that go by words do not.
         """
-        return self.encode(self._anchor + rendered)
+        return self.encode(rendered if self._words is not None else self._anchor + rendered)
+
+    def _encode_by_words(self, rendered: str) -> np.ndarray:
+        encode, ids = self._words.encode, []
+        # Text and marks alternate. Added tokens cut text before anything else looks at it.
+        for i, piece in enumerate(self._marks.split(rendered)):
+            if i % 2:
+                ids += self._mark_ids[piece]
+            elif piece:
+                known = encode(piece)
+                ids += self._template.encode(piece, add_special_tokens=False).ids if known is None else known
+        return np.array(ids, np.int32)
 
     def encode_content(self, text: str) -> np.ndarray:
         """int32 ``[n]``: ids of content in the middle of a sequence; never a control token."""
@@ -112,7 +133,10 @@ class ProvenanceTokenizer:
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """The text of ``ids``, control tokens included."""
-        return self._reader.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+        ids = np.asarray(ids).tolist()
+        if self._decoder is not None:
+            return self._decoder.decode(ids)
+        return self._reader.decode(ids, skip_special_tokens=False)
 
     @property
     def vocab_size(self) -> int:

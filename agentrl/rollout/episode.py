@@ -11,8 +11,7 @@ import asyncio
 import math
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from agentrl.errors import ConfigError, EnvError, InfraError, LedgerError
@@ -145,20 +144,29 @@ class Episode:
 
     def prompt(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, stop: Sequence[str]) -> None:
         """Open the conversation."""
-        with self._noting_the_end():
+        try:
             self.conversation.prompt(messages, tools, stop)
+        except EpisodeEnd as end:
+            self._end = end
+            raise
 
     async def generate(self) -> Turn:
         """Sample one turn, within the budgets of turns and wall time."""
-        with self._noting_the_end():
+        try:
             self._check_budgets()
             return await self.conversation.generate()
+        except EpisodeEnd as end:
+            self._end = end
+            raise
 
     def observe(self, messages: Sequence[Message]) -> None:
         """Append an observation, if another turn may follow it."""
-        with self._noting_the_end():
+        try:
             self._check_budgets()
             self.conversation.observe(messages)
+        except EpisodeEnd as end:
+            self._end = end
+            raise
 
     def _check_budgets(self) -> None:
         limit = self.limits.max_turns
@@ -166,14 +174,6 @@ class Episode:
             raise EpisodeEnd(StopReason.MAX_TURNS)
         if time.monotonic() - self._started >= self.limits.timeout_s:
             raise EpisodeEnd(StopReason.TIMEOUT)
-
-    @contextmanager
-    def _noting_the_end(self) -> Iterator[None]:
-        try:
-            yield
-        except EpisodeEnd as end:
-            self._end = end
-            raise
 
     async def reset(self) -> tuple[str, dict[str, Any]]:
         """Reset the environment to the task."""

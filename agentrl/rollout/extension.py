@@ -12,7 +12,7 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentrl.errors import EnvError
 
@@ -22,8 +22,7 @@ _FIELDS = ("content", "name", "tool_call_id")
 _PLAIN_WORD = re.compile(r"[\w.\-]+\Z")
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """All that a template can look at in a turn, save the words."""
 
     reasoning: bool
@@ -46,8 +45,8 @@ class Shape:
             reasoning=bool((assistant.get("reasoning_content") or "").strip()),
             content=bool((assistant.get("content") or "").strip()),
             calls=len(assistant.get("tool_calls") or ()),
-            roles=tuple(m["role"] for m in new_messages),
-            fields=tuple(tuple(f in m for f in _FIELDS) for m in new_messages),
+            roles=tuple([m["role"] for m in new_messages]),
+            fields=tuple([tuple([f in m for f in _FIELDS]) for m in new_messages]),
             tools=tools,
             earlier=earlier,
         )

@@ -19,6 +19,7 @@ from agentrl.errors import LedgerError
 from agentrl.types import Generation, Segment
 
 _NO_VERSION = -1
+_LARGEST_ID = np.iinfo(np.int32).max
 # Rounding of log-softmax can put a certain token this far above log(1) = 0.
 _LOGPROB_SLACK = 1e-3
 
@@ -136,10 +137,10 @@ class TokenLedger:
                 f"the ledger holds {current.length}"
             )
         if len(tokens):
-            # One comparison covers NaN, both infinities and positive values.
-            if not (logprobs <= _LOGPROB_SLACK).all() or np.isneginf(logprobs).any():
+            # NaN fails the first comparison, minus infinity the second.
+            if not (np.maximum.reduce(logprobs) <= _LOGPROB_SLACK and np.minimum.reduce(logprobs) > -np.inf):
                 raise LedgerError("a sampled id has a log-probability that is not finite or above 0")
-            if versions.min() < 0:
+            if np.minimum.reduce(versions) < 0:
                 raise LedgerError("a sampled id has no weight version")
         current.extend(tokens, 1, logprobs, versions)
 
@@ -177,6 +178,6 @@ def _checked_ids(ids: np.ndarray, what: str, *, minimum: int = 0) -> np.ndarray:
         raise LedgerError(f"{what} ids must be one row of integers, got {ids.dtype} {ids.shape}")
     if len(ids) < minimum:
         raise LedgerError(f"{what} ids are empty")
-    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) > np.iinfo(np.int32).max):
+    if len(ids) and (np.minimum.reduce(ids) < 0 or (ids.dtype != np.int32 and ids.max() > _LARGEST_ID)):
         raise LedgerError(f"{what} ids must be token ids, got {int(ids.min())}..{int(ids.max())}")
     return ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -32,6 +33,7 @@ def greedy(params: SamplingParams) -> SamplingParams:
     return replace(params, temperature=0.0, top_p=1.0, top_k=-1)
 
 
+@functools.lru_cache(maxsize=1024)
 def for_turn(
     params: SamplingParams,
     *,

@@ -180,10 +180,13 @@ class EpisodeRunner:
 
     async def _close_env(self, env: Any) -> None:
         """Close, in a thread if it blocks; what goes wrong is logged, since nothing depends on it any more."""
-        close = getattr(env, "aclose", None)
+        close, blocking_close = getattr(env, "aclose", None), getattr(env, "close", None)
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
-                await (close() if close is not None else run_blocking(env.close))
+                if close is not None:
+                    await close()
+                elif blocking_close is not None:
+                    await run_blocking(blocking_close)
         except Exception as error:  # user code
             log.warning("closing %s: %s", type(env).__name__, describe(error))
 

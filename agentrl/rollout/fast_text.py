@@ -1,0 +1,173 @@
+"""Byte-level BPE, quicker: words are encoded once, ids decoded through a table.
+
+Nearly all current models tokenize alike: a regular expression splits text into words, each word's bytes
+are merged on their own. A rollout sees the same words again and again, so a dictionary from word to ids
+does most of the work at a fraction of the cost. Text with control characters, on which regular
+expression libraries differ, goes to the tokenizer itself. Encoder and decoder are compared with the
+tokenizer when they are made, and are not used if they differ.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import unicodedata
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_ASCII_CLASSES = {r"\p{L}": "A-Za-z", r"\p{N}": "0-9", r"\p{Lu}": "A-Z", r"\p{Ll}": "a-z"}
+_ASCII_CLASSES |= dict.fromkeys([r"\p{Lt}", r"\p{Lm}", r"\p{Lo}", r"\p{M}"], "")
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_FORMS = ("NFC", "NFKC", "NFD", "NFKD")  # all leave ASCII as it is
+_KEPT_WORDS = 1 << 18
+
+
+def byte_alphabet() -> dict[int, str]:
+    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {b: chr(b) for b in printable}
+    others = [b for b in range(256) if b not in table]
+    table |= {b: chr(256 + i) for i, b in enumerate(others)}
+    return dict(sorted(table.items()))
+
+
+class WordEncoder:
+    """Ids of text without control tokens, one dictionary look-up a word.
+
+    Make it with :meth:`of`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, pattern: str, form: str | None) -> None:
+        import regex  # what transformers itself splits words with
+
+        self._model, self._form = tokenizer.model, form
+        self._split, self._split_ascii = regex.compile(pattern), re.compile(_ascii(pattern))
+        self._letters = list(byte_alphabet().values())
+        self._words: dict[str, list[int]] = {}
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, spec: dict[str, Any]) -> WordEncoder | None:
+        """For ``tokenizer`` with this ``tokenizer.json``; None when it works in another way."""
+        pattern = _split_pattern(spec)
+        form = (spec.get("normalizer") or {}).get("type")
+        known = pattern is not None and (form is None or form in _FORMS)
+        if not known or spec["model"].get("type") != "BPE" or spec["model"].get("dropout"):
+            return None
+        try:
+            encoder = cls(tokenizer, pattern, form)
+        except (ImportError, ValueError, re.error):  # a pattern that only the tokenizer's library knows
+            return None
+        return encoder if all(encoder.encode(t) == _reference(tokenizer, t) for t in _samples()) else None
+
+    def encode(self, text: str) -> list[int] | None:
+        """Ids of ``text``, which contains no added token; None when the tokenizer itself must do it."""
+        if _CONTROL_CHARACTER.search(text):
+            return None
+        if text.isascii():
+            found = self._split_ascii.findall(text)
+        else:
+            if self._form is not None:
+                text = unicodedata.normalize(self._form, text)
+            found = self._split.findall(text)
+        words, ids, length = self._words, [], 0
+        for word in found:
+            known = words.get(word)
+            ids += known if known is not None else self._learn(word)
+            length += len(word)
+        return ids if length == len(text) else None  # what the expression passed over is not a word of its own
+
+    def _learn(self, word: str) -> list[int]:
+        if len(self._words) >= _KEPT_WORDS:
+            self._words.clear()
+        letters = self._letters
+        ids = [token.id for token in self._model.tokenize("".join([letters[b] for b in word.encode()]))]
+        self._words[word] = ids
+        return ids
+
+
+class ByteDecoder:
+    """Text of ids through a table from id to bytes. Make it with :meth:`of`."""
+
+    def __init__(self, table: list[bytes]) -> None:
+        self._table = table
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, spec: dict[str, Any]) -> ByteDecoder | None:
+        """For ``tokenizer`` with this ``tokenizer.json``; None when its decoder is not the byte-level one."""
+        if (spec.get("decoder") or {}).get("type") != "ByteLevel":
+            return None
+        size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        to_byte = {letter: byte for byte, letter in byte_alphabet().items()}
+        table = []
+        for index in range(size):
+            token = tokenizer.id_to_token(index) or ""
+            spelled = all(letter in to_byte for letter in token)
+            table.append(bytes(to_byte[letter] for letter in token) if spelled else token.encode())
+        decoder = cls(table)
+        rng = np.random.default_rng(0)
+        tries = [rng.integers(0, size, 200).tolist() for _ in range(20)] if size else []
+        return (
+            decoder if all(decoder.decode(t) == tokenizer.decode(t, skip_special_tokens=False) for t in tries) else None
+        )
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ``ids``; bytes that are not UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
+        table = self._table
+        try:
+            return b"".join([table[i] for i in ids]).decode("utf-8", "replace")
+        except IndexError:
+            return b"".join([table[i] for i in ids if i < len(table)]).decode("utf-8", "replace")
+
+
+def _split_pattern(spec: dict[str, Any]) -> str | None:
+    """The regular expression that cuts text into words; None when more happens than that."""
+    pre = spec.get("pre_tokenizer") or {}
+    steps = pre.get("pretokenizers", []) if pre.get("type") == "Sequence" else [pre]
+    if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
+        return None
+    if len(steps) == 1:
+        return _GPT2_SPLIT if steps[0].get("use_regex", True) else None
+    first = steps[0]
+    plain = first.get("type") == "Split" and first.get("behavior") == "Isolated" and not first.get("invert")
+    if len(steps) > 2 or not plain or steps[1].get("use_regex", True):
+        return None
+    return (first.get("pattern") or {}).get("Regex")
+
+
+def _ascii(pattern: str) -> str:
+    """``pattern`` with Unicode classes narrowed to ASCII, as Python's ``re`` takes it."""
+    out, depth, i = [], 0, 0
+    while i < len(pattern):
+        name = next((c for c in _ASCII_CLASSES if pattern.startswith(c, i)), None)
+        if name is not None:
+            letters = _ASCII_CLASSES[name]
+            out.append(letters if depth else f"[{letters}]")
+            i += len(name)
+            continue
+        if pattern[i] == "\\":
+            out.append(pattern[i : i + 2])
+            i += 2
+            continue
+        depth += {"[": 1, "]": -1}.get(pattern[i], 0)
+        out.append(pattern[i])
+        i += 1
+    return "".join(out)
+
+
+def _reference(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _samples() -> list[str]:
+    """Texts that try each branch of a split expression."""
+    rng = random.Random(0)
+    ascii_letters = "abcXYZ019  \n\t.,'\"-_(){}/\\:;!?#@"
+    letters = ascii_letters + "éÅßñ–“”…\u00a0\u2009中文字かな한Ωжक्ا٣Ⅷ½\u0301😀"
+    words = ["it's", "I'LL", "we've", " the", "The", "2024", "  ", "\n\n", " \n", "don't", "x=1;", "...", "\t", "café"]
+    texts = ["".join(rng.choice(source) for _ in range(60)) for source in (ascii_letters, letters) for _ in range(40)]
+    return [*texts, *("".join(rng.choice(words) for _ in range(30)) for _ in range(40)), ""]
