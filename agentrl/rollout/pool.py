@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 STARTING, PENDING, SERVING, DEAD = "starting", "pending", "serving", "dead"
 _WAIT_SLICE_S = 5.0
+_ROUTER_ATTEMPTS = 20
 
 
 @dataclass
@@ -98,7 +99,8 @@ class EnginePool:
         self._log_dir = None if log_dir is None else os.fspath(log_dir)
         self._ray_options = ray_options
         self._engine_key = new_api_key()
-        self._router = RouterProcess(policy=policy, log_dir=log_dir, host=host)
+        self._policy = policy
+        self._router = self._new_router()
         self._places = [PooledEngine(index) for index in range(n)]
         # Its own threads: the loop's few default ones may all be taken by something that blocks.
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="agentrl-router")
@@ -111,6 +113,11 @@ class EnginePool:
         self._broken: str | None = None
 
     # What others need to know.
+
+    @property
+    def broken(self) -> str | None:
+        """Why the pool can serve no more, if so. Requests in flight then never succeed."""
+        return self._broken
 
     @property
     def router_url(self) -> str:
@@ -335,9 +342,13 @@ class EnginePool:
     async def _give_up(self, place: PooledEngine) -> None:
         await self._set_state(place, DEAD)
         if all(other.state == DEAD for other in self._places):
-            self._broken = f"no engine runs and {self.max_failed_starts} replacements in a row did not start"
-            async with self._changed:
-                self._changed.notify_all()
+            await self._break(f"no engine runs and {self.max_failed_starts} replacements in a row did not start")
+
+    async def _break(self, reason: str) -> None:
+        log.error("%s", reason)
+        self._broken = reason
+        async with self._changed:
+            self._changed.notify_all()
 
     async def _set_state(self, place: PooledEngine, state: str) -> None:
         async with self._changed:
@@ -366,17 +377,35 @@ class EnginePool:
                 if misses[url] >= 2:
                     self._replace(place, f"it did not answer two health checks of {self.health_timeout:g} s")
 
+    def _new_router(self, port: int = 0, api_key: str | None = None) -> RouterProcess:
+        return RouterProcess(policy=self._policy, log_dir=self._log_dir, host=self.host, port=port, api_key=api_key)
+
     async def _watch_router(self) -> None:
-        """Start the router again, at the same address, should it end."""
+        """Start the router again, at the same address and with the same key, should it end."""
         while True:
-            while not await self._threaded(self._router.wait, 5.0):
+            while not await self._threaded(self._router.wait, _WAIT_SLICE_S):
                 pass
             log.warning("the router ended and is started again:\n%s", self._router.log_tail())
-            self._router.requested_port = self._router.port
-            await self._threaded(self._router.start, self.start_timeout)
+            if not await self._restart_router():
+                return await self._break(f"the router ended and could not be started again at {self.router_url}")
             for place in self._places:
                 if place.state == SERVING:
-                    await self._admit(place)
+                    try:
+                        await self._admit(place)
+                    except EngineError as error:  # if the engine is dead, its own watch replaces it
+                        log.warning("%s: %s", place.name, error)
+
+    async def _restart_router(self) -> bool:
+        for _ in range(_ROUTER_ATTEMPTS):
+            await self._threaded(self._router.stop)
+            self._router = self._new_router(self._router.port, self._router.api_key)
+            try:
+                await self._threaded(self._router.start, self.start_timeout)
+                return True
+            except EngineError as error:  # its port may be taken for a moment
+                log.warning("%s", error)
+                await asyncio.sleep(1.0)
+        return False
 
     async def _threaded(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
@@ -384,5 +413,10 @@ class EnginePool:
     def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a task of the engine pool failed", exc_info=task.exception())

@@ -160,7 +160,6 @@ class WeightSender:
         for name in list(self._groups):
             self.drop(name)
         self._store = None
-        self._walk = self._current = None
 
     # The walk.
 

@@ -2,12 +2,12 @@
 
 ::
 
-    pause ─▶ begin ─▶ connect ─▶ transfer ─▶ end ─▶ continue ─▶ verify
-      └────────┴─────────┴──────────┴─────────┴── failure ─▶ resume
+    pack ─▶ connect ─▶ pause ─▶ begin ─▶ transfer ─▶ end ─▶ continue ─▶ verify
+              └──────────┴────────┴──────────┴─────────┴── failure ─▶ resume
 
-``connect`` is skipped while the group of the last sync still fits. ``transfer`` goes by buckets; the last sets
-the version and flushes the prefix cache. With the disk transport the weights are
-written before the pause, and ``begin``, ``connect`` and ``end`` fall away.
+``pack`` fills the first bucket. ``connect`` is skipped while the group of the last sync still fits. ``transfer`` goes
+by buckets; the last sets the version and flushes the prefix cache. With the disk transport the
+weights are written before the pause, and ``pack``, ``connect``, ``begin`` and ``end`` fall away.
 
 What holds when :meth:`WeightSync.sync` returns or raises, whatever went wrong and wherever:
 
@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import EngineError, WeightSyncError
-from agentrl.rollout.control import PAUSE_MODES, EngineControl
+from agentrl.rollout.control import PAUSE_MODES, Bucket, EngineControl
 from agentrl.trainer.sync_types import Deadlines, LocalSender, Sender, SyncFailed, SyncReport
 from agentrl.warden import scratch_folder
 
@@ -57,6 +57,7 @@ class _Run:
     running: set[EngineControl] = field(default_factory=set)  # continued
     failed: dict[EngineControl, str] = field(default_factory=dict)
     settled: set[EngineControl] = field(default_factory=set)  # failed, retired and resumed
+    finished: bool = False  # came to its end, with or without failed engines
 
     def fail(self, engine: EngineControl, reason: object) -> None:
         if engine in self.active:
@@ -130,6 +131,7 @@ class WeightSync:
                     await self._sync_by_disk(run)
                 else:
                     await self._sync_by_broadcast(run)
+                run.finished = True
             finally:
                 # Also on cancellation: an engine must not stay paused because somebody pressed Ctrl-C.
                 await asyncio.shield(self._settle(run))
@@ -153,12 +155,19 @@ class WeightSync:
     # The two ways.
 
     async def _sync_by_broadcast(self, run: _Run) -> None:
+        # Whatever can be done while engines still generate is done before the pause.
+        first = await self._timed(run, "pack", self.sender.start())
+        if first is None:
+            raise WeightSyncError("the trainer exported no weights")
+        connected = await self._timed(run, "connect", self._connect(run))
         started = time.monotonic()
         await self._pause(run)
         await self._timed(run, "begin", self._begin(run))
         for attempt in range(self.attempts):
-            connected = await self._timed(run, "connect", self._connect(run))
-            if not run.active or (connected and await self._timed(run, "transfer", self._transfer(run))):
+            if attempt:
+                first = await self._timed(run, "pack", self.sender.start())
+                connected = await self._timed(run, "connect", self._connect(run))
+            if not run.active or (connected and await self._timed(run, "transfer", self._transfer(run, first))):
                 break
             await self._recover(run, last=attempt == self.attempts - 1)
         await self._timed(run, "end", self._end(run))
@@ -253,13 +262,10 @@ class WeightSync:
                     failed[name] = state if state != "waiting" else "an engine did not come"
         return failed
 
-    async def _transfer(self, run: _Run) -> bool:
+    async def _transfer(self, run: _Run, bucket: Bucket | None) -> bool:
         """Send all buckets. False if a shared group broke, so that all must be sent again."""
         report = run.report
         report.nbytes = report.buckets = 0
-        bucket = await self.sender.start()
-        if bucket is None:
-            raise WeightSyncError("the trainer exported no weights")
         while bucket is not None and run.active:
             run.dirty.update(run.active)
             group_of = {engine: name for name, part in self._groups.items() for engine in part}
@@ -361,7 +367,7 @@ class WeightSync:
     async def _settle(self, run: _Run) -> None:
         """Resume every engine that was touched and does not run; retire those that must be replaced."""
         stopped = [engine for engine in run.touched if engine not in run.running]
-        if run.active and any(engine in run.active for engine in stopped):
+        if not run.finished:
             # The sync itself was broken off, by the trainer or by cancellation.
             self._groups = {}
             await self.sender.abort()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,7 +21,7 @@ from agentrl.rollout.pool import PENDING, SERVING, EnginePool
 from agentrl.rollout.router import ROUTING_KEY_HEADER
 from agentrl.trainer.weight_sync import WeightSync
 from tests.engines.fake_engine import FakeEngine
-from tests.engines.test_weight_sync_states import FAST, FakeSender
+from tests.engines.test_weight_sync_states import FakeSender
 
 
 class FakeLocalEngine:
@@ -68,7 +70,7 @@ async def pooled(
     options = {"health_interval": 0, "start_timeout": 90} | options
     pool = EnginePool(EngineSpec("m"), n, log_dir=tmp_path, **options)
     sender = FakeSender()
-    pool.attach(WeightSync(sender, deadlines=FAST))
+    pool.attach(WeightSync(sender))
     try:
         yield pool, sender
     finally:
@@ -269,8 +271,9 @@ async def test_a_killed_router_comes_back_at_the_same_address(monkeypatch: pytes
     async with pooled(monkeypatch, tmp_path) as (pool, _):
         await pool.start()
         url = pool.router_url
-        pool._router._process.kill()
-        await until(lambda: not pool._router.is_alive() or pool._router._process is None)
+        killed = pool._router
+        os.kill(killed.pid, signal.SIGKILL)
+        await until(lambda: pool._router is not killed)
 
         async def served() -> None:
             while True:

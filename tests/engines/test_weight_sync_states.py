@@ -144,7 +144,7 @@ async def test_states_come_in_order_and_groups_are_kept() -> None:
         update = ["/update_weights_from_distributed"] * 3
         closing = ["/end_weight_update", "/continue_generation", "/weights_checker"]
         opening = ["/pause_generation", "/begin_weight_update"]
-        assert engines[0].calls == [*opening, "/init_weights_update_group", *update, *closing]
+        assert engines[0].calls == ["/init_weights_update_group", *opening, *update, *closing]
         engines[0].calls.clear()
         await sync.sync(controls, 2)
         assert engines[0].calls == [*opening, *update, *closing]
