@@ -66,8 +66,8 @@ class LimitOptions:
     """Most tokens of the observation that one step adds; the rest is cut, with a visible mark."""
     episode_timeout: Seconds = 600.0
     """Wall time of one episode in seconds."""
-    tool_timeout: Seconds = 30.0
-    """Wall time of one tool call in seconds."""
+    tool_timeout: Seconds | None = None
+    """Wall time of one tool call in seconds; unset: the environment's own (30 unless it says otherwise)."""
     rollout_concurrency: Positive = 64
     """Episodes in flight at once, over all engines."""
 

@@ -11,6 +11,7 @@ from typing import Any
 from agentrl.data.tasks import env_label, held_out_tasks
 from agentrl.errors import ConfigError
 from agentrl.evaluation.metrics import EvalSummary, summarize
+from agentrl.rollout.setup import make_env
 from agentrl.types import Task, Trajectory
 
 
@@ -24,11 +25,6 @@ class HeldOutSet:
     kwargs: dict[str, Any]
     tasks: list[Task]
 
-    def make_env(self) -> Any:
-        from agentrl.envs.registry import make
-
-        return make(self.spec, **self.kwargs)
-
 
 def held_out_sets(cfg: Any, *, split: str = "test") -> list[HeldOutSet]:
     """The environment's own held-out split, then each ``--eval-prompt-data``.
@@ -40,8 +36,6 @@ def held_out_sets(cfg: Any, *, split: str = "test") -> list[HeldOutSet]:
     Raises:
         ConfigError: there is nothing to evaluate on.
     """
-    from agentrl.envs.registry import make
-
     wanted: list[tuple[str, str, tuple[str, dict[str, Any]]]] = []
     if cfg.env or cfg.prompt_data:
         spec, kwargs = cfg.env_spec()
@@ -51,7 +45,7 @@ def held_out_sets(cfg: Any, *, split: str = "test") -> list[HeldOutSet]:
         wanted.append((name, "all", (spec, kwargs)))
     sets = []
     for name, its_split, (spec, kwargs) in wanted:
-        env = make(spec, **kwargs)
+        env = make_env(spec, kwargs)
         try:
             if cfg.eval_prompt_data and its_split == split and not _has_tasks(env, split):
                 continue  # no held-out tasks of its own: the files are what it is evaluated on

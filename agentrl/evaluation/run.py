@@ -19,7 +19,7 @@ from agentrl.errors import AgentRLError
 from agentrl.evaluation.heldout import HeldOutSet, held_out_sets, run_set
 from agentrl.evaluation.metrics import EvalSummary
 from agentrl.progress import Progress, shown
-from agentrl.rollout.setup import engine_spec, episode_limits, eval_params, scratch
+from agentrl.rollout.setup import engine_spec, episode_limits, eval_params, make_env, scratch
 from agentrl.types import Trajectory
 from agentrl.warden import Warden
 
@@ -111,7 +111,7 @@ async def _one_set(
         progress.counted(len(ended), total)
 
     runner = EpisodeRunner(
-        held_out.make_env,
+        lambda: make_env(held_out.spec, held_out.kwargs, tool_timeout=cfg.tool_timeout),
         client,
         chat,
         eval_params(cfg),

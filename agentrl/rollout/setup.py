@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from agentrl.errors import ConfigError
 from agentrl.rollout.conversation import EpisodeLimits
 from agentrl.rollout.engine import EngineSpec
 from agentrl.types import SamplingParams
 from agentrl.warden import Warden
-
 
 CONTEXT_MARGIN = 64
 
@@ -47,6 +47,22 @@ def scratch(warden: Warden) -> Iterator[str]:
         else:
             os.environ["TMPDIR"] = before
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_env(spec: str, kwargs: dict[str, Any], *, tool_timeout: float | None = None) -> Any:
+    """The environment that ``spec`` names, with what the command line says about it.
+
+    Raises:
+        ConfigError: ``--tool-timeout`` for an environment that has no tools.
+    """
+    from agentrl.envs.registry import make
+
+    env = make(spec, **kwargs)
+    if tool_timeout is not None:
+        if not hasattr(env.unwrapped, "tool_timeout"):
+            raise ConfigError(f"--tool-timeout {tool_timeout:g}: environment {spec!r} is no ToolEnv and has no such limit")
+        env.unwrapped.tool_timeout = tool_timeout
+    return env
 
 
 def rollout_params(cfg: Any) -> SamplingParams:

@@ -195,7 +195,8 @@ def create_ranks(
     from agentrl.rollout.setup import has_gpu
     from agentrl.trainer.megatron.options import TrainerOptions
 
-    options = _plain(TrainerOptions.from_config(cfg))
+    threads = cfg.threads or max(1, (os.cpu_count() or 1) // len(placements))
+    options = _plain(TrainerOptions.from_config(cfg, threads=threads))
     sender = {
         "bucket_bytes": cfg.update_weight_buffer_size,
         "timeout": float(cfg.engine_timeout),

@@ -100,7 +100,7 @@ def flatten_summary(name: str, summary: dict[str, Any]) -> dict[str, float]:
 
 
 def report(version: int, metrics: dict[str, float], began: float, *, run: RunDir, progress: Progress) -> None:
-    """Write one step's metrics and show its line. The sync in it is the one that brought the weights it sampled with."""
+    """Write one step's metrics and show its line. The sync in it brought the weights it sampled with."""
     metrics["time/step"] = time.monotonic() - began
     run.log_metrics(version, metrics)
     progress.step_done(

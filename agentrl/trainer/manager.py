@@ -22,7 +22,7 @@ from agentrl.errors import AgentRLError, EnvError
 from agentrl.evaluation.heldout import HeldOutSet, held_out_sets, run_set
 from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.client import EngineClient
-from agentrl.rollout.setup import engine_spec, episode_limits, eval_params, has_gpu, rollout_params
+from agentrl.rollout.setup import engine_spec, episode_limits, eval_params, has_gpu, make_env, rollout_params
 from agentrl.rollout.worker import EpisodeRunner
 from agentrl.trainer.advantages import grpo
 from agentrl.trainer.batch import TrainBatch
@@ -80,25 +80,21 @@ class RolloutManager:
         self.runner = self._runner(*cfg.env_spec(), rollout_params(cfg), cfg.rollout_concurrency)
 
     def _open_data(self) -> None:
-        from agentrl.envs.registry import make
-
         cfg = self.cfg
         self.chat = ChatTemplate(self.model_dir)
         spec, kwargs = cfg.env_spec()
         if cfg.data_source_path:
             source = load_source(cfg.data_source_path, cfg)
         else:
-            env = make(spec, **kwargs)
+            env = make_env(spec, kwargs)
             source = TaskSource.of_env(spec, env, seed=cfg.seed)
             env.close()
         self.buffer = DataBuffer(source)
         self.held_out: list[HeldOutSet] = held_out_sets(cfg) if cfg.eval_interval else []
 
     def _runner(self, spec: str, kwargs: dict[str, Any], params: Any, concurrency: int) -> EpisodeRunner:
-        from agentrl.envs.registry import make
-
         return EpisodeRunner(
-            lambda: make(spec, **kwargs),
+            lambda: make_env(spec, kwargs, tool_timeout=self.cfg.tool_timeout),
             self.client,
             self.chat,
             params,

@@ -21,7 +21,7 @@ from agentrl.data.rundir import RunDir
 from agentrl.errors import AgentRLError
 from agentrl.loading import portable
 from agentrl.progress import Progress, before_after, clock, episode_panel, shown
-from agentrl.rollout.setup import has_gpu, scratch
+from agentrl.rollout.setup import has_gpu, make_env, scratch
 from agentrl.trainer.checkpoint import Checkpoint, CheckpointStore
 from agentrl.trainer.cluster import Bundle, Cluster
 from agentrl.trainer.group import RolloutGroup, TrainerGroup
@@ -75,11 +75,8 @@ def train(cfg: Config) -> int:
 
 def check_environment(cfg: Config) -> None:
     """Make the environment once, here, so that a wrong name or a broken file is reported before anything starts."""
-    from agentrl.envs.registry import make
-
-    if cfg.data_source_path is None:
-        spec, kwargs = cfg.env_spec()
-        make(spec, **kwargs).close()
+    if cfg.env or cfg.prompt_data:
+        make_env(*cfg.env_spec(), tool_timeout=cfg.tool_timeout).close()
 
 
 def bundles(cfg: Config) -> list[Bundle]:
