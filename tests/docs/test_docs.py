@@ -1,0 +1,223 @@
+"""What the documentation shows is true: examples run, commands parse, links lead somewhere."""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import re
+import tomllib
+import warnings
+from pathlib import Path
+
+import pytest
+from finished_run import play, shop_source, shopper
+from gymnasium.utils.env_checker import check_env
+from shown_pages import PAGES, ROOT, Block, anchors, blocks, command_lines, inline_commands, links, name_of
+
+import agentrl
+from agentrl.cli.export import ExportOptions
+from agentrl.cli.main import COMMANDS
+from agentrl.cli.serve_retriever import RetrieverOptions
+from agentrl.config import load_config, load_eval_config
+from agentrl.config.load import load_options
+from agentrl.config.parse import parse_flags
+from agentrl.config.schema import Config, EvalConfig
+from agentrl.errors import ConfigError
+
+PYTHON_PAGES = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
+README = ROOT / "README.md"
+
+SMALL_COMMANDS = {"export": ExportOptions, "serve-retriever": RetrieverOptions}
+NOT_OURS = {"--help", "--config"}
+WITH_THE_FIGURES = {"docs/performance.md", "CHANGELOG.md"}  # pages that are written when everything is measured
+
+# Names in commands that stand for something of the reader's.
+PLACEHOLDERS = {"DIR": "MODEL", "RUN": "runs/NAME", "FILE": "tasks.jsonl", "PATH": "tasks.jsonl"}
+
+
+def run_block(block: Block, scope: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run a block; what it prints must be what its comments say it prints."""
+    if block.code.startswith(">>>"):
+        test = doctest.DocTestParser().get_doctest(block.code, scope, name_of(block.page), None, block.line)
+        test.globs = scope
+        assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, clear_globs=False).failed == 0
+        return
+    code = compile("\n" * block.line + block.code, str(block.page), "exec", dont_inherit=True)
+    capsys.readouterr()
+    exec(code, scope)
+    said = capsys.readouterr().out.splitlines()
+    promised = re.findall(r"print\(.*\)  # (.*)$", block.code, re.M)
+    for text in promised:
+        if not text.startswith("the "):  # words about the output, not the output
+            assert text in said, f"{name_of(block.page)}:{block.line} promises {text!r}, got {said}"
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES, ids=name_of)
+def test_the_python_of_a_page_runs(page: Path, documented: Path, capsys, monkeypatch):
+    monkeypatch.setattr(agentrl.envs.registry, "_registry", dict(agentrl.envs.registry._registry))
+    scope: dict = {"__name__": "documented"}
+    for block in blocks(page):
+        if block.language == "python" and block.runs:
+            run_block(block, scope, capsys)
+
+
+def test_nearly_all_python_is_run():
+    shown = [block for page in PYTHON_PAGES for block in blocks(page) if block.language == "python"]
+    assert len(shown) > 15 and all(block.runs for block in shown)
+
+
+# -- README's environment ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> str:
+    (tmp_path / "shop.py").write_text(shop_source(), encoding="utf-8")
+    return f"{tmp_path / 'shop.py'}:Shopping"
+
+
+def test_the_readmes_environment_is_short_and_the_one_tested_elsewhere():
+    source = shop_source()
+    assert len(source.splitlines()) <= 30
+    assert source == (ROOT / "tests" / "envs" / "example_env.py").read_text(encoding="utf-8")
+
+
+def test_the_readmes_environment_passes_the_checker_without_warnings(shop: str):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(agentrl.make(shop))
+
+
+def test_the_readmes_environment_is_played_to_its_reward(shop: str):
+    scope: dict = {}
+    exec(shop_source(), scope)
+    trajectory = play(shop, shopper(scope["PRICES"]), index=3, split="test")
+    assert (trajectory.error, trajectory.reward, trajectory.success, trajectory.num_turns) == (None, 1.0, True, 2)
+    assert [message["role"] for message in trajectory.messages][-2:] == ["tool", "assistant"]
+    (segment,) = trajectory.segments
+    assert 0 < segment.num_sampled < len(segment)
+    wrong = play(shop, ["7"], index=3, split="test")
+    assert (wrong.reward, wrong.success) == (0.0, False)
+
+
+# -- commands ----------------------------------------------------------------------------------------
+
+
+def filled(words: list[str]) -> list[str]:
+    """A command line with its placeholders replaced by what the test folder holds."""
+    out = []
+    for word in words:
+        head, equals, value = word.partition("=")
+        if re.fullmatch(r"models/\S+|Qwen/\S+|my-model|my-agent", word) and out[-1] == "--hf-checkpoint":
+            word = "MODEL"
+        elif word in PLACEHOLDERS:
+            word = PLACEHOLDERS[word]
+        elif equals and value in PLACEHOLDERS:
+            word = f"{head}={PLACEHOLDERS[value]}"
+        out.append(word)
+    return out
+
+
+COMMAND_LINES = [(page, words) for page in PAGES for words in command_lines(page)]
+
+
+def test_commands_are_found():
+    found = {words[1] for _, words in COMMAND_LINES}
+    assert {"train", "eval", "export", "serve-retriever"} <= found and len(COMMAND_LINES) > 15
+
+
+@pytest.mark.parametrize(
+    ("page", "words"), COMMAND_LINES, ids=lambda v: name_of(v) if isinstance(v, Path) else " ".join(v[1:])[:60]
+)
+def test_a_command_is_accepted(page: Path, words: list[str], documented: Path):
+    command, argv = words[1], filled(words[2:])
+    config = None
+    if command == "train":
+        config = load_config(argv)
+    elif command == "eval":
+        config = load_eval_config(argv)
+    elif command in SMALL_COMMANDS:
+        load_options(SMALL_COMMANDS[command], argv)
+    else:
+        importlib.import_module(f"agentrl.cli.{command}").run(argv)
+    if config is not None and "--config" not in argv:
+        spec, arguments = config.env_spec()
+        agentrl.make(spec, **arguments).close()
+    for flag, load in (("--custom-generate-function-path", _generate), ("--custom-rm-path", agentrl.rewards.load)):
+        if flag in argv:
+            assert callable(load(argv[argv.index(flag) + 1]))
+
+
+def _generate(spec: str):
+    from agentrl.rollout.generate_hook import load_generate_function
+
+    return load_generate_function(spec)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_named_in_text_exist(page: Path):
+    for words in inline_commands(page):
+        assert words[1] in COMMANDS or words[1].startswith("-"), words
+        unknown = [word for word in words[2:] if word.startswith("--") and not known_flag(words[1], word)]
+        assert not unknown, words
+
+
+def known_flag(command: str, flag: str) -> bool:
+    """Whether a command takes a flag, whatever stands behind it."""
+    if flag == "--help":
+        return True
+    try:
+        if command in SMALL_COMMANDS:
+            load_options(SMALL_COMMANDS[command], [flag])
+        else:
+            parse_flags({"train": Config, "eval": EvalConfig}[command], [flag])
+    except ConfigError as error:
+        return "got nothing" in str(error)
+    return True
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "configuration.md"], ids=name_of)
+def test_flags_named_in_text_exist(page: Path):
+    commands = ("train", "eval", *SMALL_COMMANDS)
+    text = page.read_text(encoding="utf-8")
+    for flag in set(re.findall(r"`(--[a-z][a-z0-9-]*)(?<!-)(?![\w-])", text)) - NOT_OURS:
+        assert any(known_flag(command, flag) for command in commands), flag
+
+
+def test_make_targets_extras_and_modules_exist():
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    assert set(re.findall(r"(?:^ {4}|`)make ([a-z-]+)", text, re.M)) <= targets
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert set(re.findall(r"agentrl\[(\w+)\]", text)) <= set(extras)
+    for module in re.findall(r"python -m (agentrl[\w.]*)", text):
+        assert importlib.util.find_spec(module), module
+
+
+# -- links -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path):
+    for target in links(page):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if path in WITH_THE_FIGURES and not file.exists():
+            pytest.xfail(f"{path} is not written yet")
+        assert file.exists(), f"{name_of(page)} links to {target}"
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file), f"{name_of(page)} links to {target}; there are {sorted(anchors(file))}"
+
+
+def test_every_page_is_reached_from_the_readme():
+    seen, todo = set(), [README]
+    while todo:
+        page = todo.pop()
+        if page in seen:
+            continue
+        seen.add(page)
+        for target in links(page):
+            file = (page.parent / target.partition("#")[0]).resolve()
+            file = file / "README.md" if file.is_dir() else file
+            todo += [file] if file.suffix == ".md" and file.is_file() else []
+    missing = [name_of(page) for page in PAGES if page not in seen]
+    assert not missing

@@ -1,0 +1,130 @@
+"""Tables of names in the documentation hold what the code has: metrics, columns, settings, stop reasons, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from finished_run import played_groups, shop_source
+from shown_pages import ROOT
+
+import agentrl
+from agentrl.data.buffer import DataBuffer
+from agentrl.data.store import arrow_schema
+from agentrl.data.tasks import TaskSource
+from agentrl.demo import MODEL_DIR
+from agentrl.evaluation.metrics import summarize
+from agentrl.rollout.chat import ChatTemplate
+from agentrl.rollout.episode import EpisodeLimits, run_episode
+from agentrl.rollout.scripted import ScriptedClient
+from agentrl.tools import ToolErrorType
+from agentrl.trainer import loop, manager
+from agentrl.trainer.advantages import grpo
+from agentrl.trainer.loop import flatten_summary
+from agentrl.trainer.rollout_metrics import rollout_metrics
+from agentrl.types import SamplingParams, StopReason, Task
+
+TRAINING = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+ENVIRONMENTS = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+TRAINER_SOURCE = ROOT / "agentrl" / "trainer" / "megatron" / "trainer.py"
+
+
+def section(text: str, heading: str) -> str:
+    """The text under a heading, down to the next one."""
+    return re.split(r"^#+ ", text.split(f"# {heading}\n", 1)[1], maxsplit=1, flags=re.M)[0]
+
+
+def first_cells(text: str) -> set[str]:
+    """Names in backticks in the first column of the tables."""
+    cells = re.findall(r"^\| (`.*?) \|", text, re.M)
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory):
+    shop = tmp_path_factory.mktemp("shop") / "shop.py"
+    shop.write_text(shop_source(), encoding="utf-8")
+    scope: dict = {}
+    exec(shop_source(), scope)
+    return played_groups(f"{shop}:Shopping", scope["PRICES"])
+
+
+def test_metrics(groups):
+    loss = pytest.importorskip("agentrl.trainer.loss")
+    rollout = set(rollout_metrics(groups, grpo(groups), 1.0, 0))
+    rollout = {re.sub(r"/reward/.*", "/reward/<part>", re.sub(r"/stop/.*", "/stop/<reason>", n)) for n in rollout}
+    sums = dict.fromkeys(loss.SUMS, 1.0)
+    trained = set(loss.metrics_from_sums(sums, 0.0))
+    trained |= set(re.findall(r'"((?:train|time)/\w+)":', TRAINER_SOURCE.read_text(encoding="utf-8")))
+    source = inspect.getsource(manager)
+    (counters,) = re.findall(r'f"engine/\{k\}".*? for k in \(([^)]*)\)', source)
+    managed = {f"engine/{name}" for name in re.findall(r"\w+", counters)}
+    managed |= set(re.findall(r'"((?:engine|sync|time)/\w+)"', source + inspect.getsource(loop)))
+    managed |= {f"data/{name}" for name in DataBuffer(TaskSource("env", None)).counts}
+    episodes = [t for group in groups for t in group.trajectories]
+    evaluated = set(flatten_summary("<set>", summarize("<set>", "test", episodes, 1.0).to_dict()))
+    documented = first_cells(TRAINING.split("<!-- metrics -->")[1].split("<!-- end of metrics -->")[0])
+    assert documented == rollout | trained | managed | evaluated
+
+
+def test_trajectory_columns():
+    assert first_cells(section(TRAINING, "Trajectories")) == set(arrow_schema().names)
+
+
+def test_run_folder(groups, documented: Path):
+    rows = first_cells(section(TRAINING, "The run folder"))
+    for file in (documented / "runs" / "NAME").iterdir():
+        name = file.name + "/" * file.is_dir()
+        assert name in rows or name == ".lock"
+
+
+def test_settings_of_a_tool_env():
+    table = section(ENVIRONMENTS, "Settings")
+    assert first_cells(table) == set(agentrl.ToolEnv.settings) - {"render_mode"}
+    for name, default in re.findall(r"^\| `(\w+)` \| `?(.*?)`? \|", table, re.M):
+        assert str(getattr(agentrl.ToolEnv, name)) == {"empty": ""}.get(default, default)
+
+
+def test_stop_reasons_and_their_outcomes():
+    table = section(ENVIRONMENTS, "How an episode ends")
+    rows = re.findall(r"^\| `(\w+)` \| .* \| ([\w ]+?)(?:: trained)? \|$", table, re.M)
+    outcomes = {"infrastructure error": "infra_error", "policy error": "policy_error"}
+    assert {name: outcomes.get(text, text) for name, text in rows} == {str(r): str(r.outcome) for r in StopReason}
+
+
+def test_tool_errors():
+    assert first_cells(section(ENVIRONMENTS, "Results and errors")) == {str(kind) for kind in ToolErrorType}
+
+
+def test_the_tool_output_budget_is_of_the_whole_episode():
+    """As environments.md says; each observation fits, both together do not."""
+
+    @agentrl.tool
+    def say() -> str:
+        """Says much."""
+        return "word " * 20
+
+    class Talk(agentrl.ToolEnv):
+        tools = [say]
+        tasks = {"train": ["Listen."], "test": ["Listen."]}
+
+    chat = ChatTemplate(MODEL_DIR)
+
+    def stop_reason(limit: int) -> tuple[str, int]:
+        limits = EpisodeLimits(max_tool_output_tokens=limit)
+        client = ScriptedClient(['<tool_call>\n{"name": "say", "arguments": {}}\n</tool_call>'] * 2 + ["Done."], chat)
+        episode = run_episode(
+            Talk(), Task("t", seed=0, options={"index": 0}), client=client, chat=chat, params=SamplingParams(),
+            limits=limits, trajectory_id="t", group_id="g",
+        )  # fmt: skip
+        trajectory = asyncio.run(episode)
+        told = sum(len(s) - s.num_sampled - s.prompt_length for s in trajectory.segments)
+        return str(trajectory.stop_reason), told
+
+    reason, told = stop_reason(10_000)
+    assert reason == "done"
+    assert stop_reason(told)[0] == "done"
+    assert stop_reason(told - 1)[0] == "max_tool_output"
