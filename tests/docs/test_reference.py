@@ -12,14 +12,17 @@ from finished_run import played_groups, shop_source
 from shown_pages import ROOT
 
 import agentrl
+from agentrl.config import load_eval_config
 from agentrl.data.buffer import DataBuffer
 from agentrl.data.store import arrow_schema
 from agentrl.data.tasks import TaskSource
 from agentrl.demo import MODEL_DIR
+from agentrl.evaluation.heldout import held_out_sets
 from agentrl.evaluation.metrics import summarize
 from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.episode import EpisodeLimits, run_episode
 from agentrl.rollout.scripted import ScriptedClient
+from agentrl.rollout.setup import make_env
 from agentrl.tools import ToolErrorType
 from agentrl.trainer import loop, manager
 from agentrl.trainer.advantages import grpo
@@ -97,6 +100,29 @@ def test_stop_reasons_and_their_outcomes():
 
 def test_tool_errors():
     assert first_cells(section(ENVIRONMENTS, "Results and errors")) == {str(kind) for kind in ToolErrorType}
+
+
+@pytest.mark.parametrize(
+    ("flags", "sets"),
+    [
+        (["--env", "search"], {"search": 3}),
+        (["--env", "search", "--eval-prompt-data", "sums", "tasks.jsonl"], {"search": 3, "sums": 2}),
+        (["--prompt-data", "tasks.jsonl", "--eval-prompt-data", "sums", "tasks.jsonl"], {"sums": 2}),
+        (["--prompt-data", "tasks.jsonl", "--env-arg", "test_fraction=1.0"], {"tasks.jsonl": 2}),
+    ],
+)
+def test_held_out_sets(flags, sets, documented: Path):
+    found = held_out_sets(load_eval_config([*flags, "--limit", "3"]))
+    assert {held_out.name: len(held_out.tasks) for held_out in found} == sets
+
+
+def test_a_whole_file_is_evaluated_alone(documented: Path):
+    (found,) = held_out_sets(load_eval_config(["--prompt-data", "tasks.jsonl", "--split", "all"]), split="all")
+    assert len(found.tasks) == 2
+
+
+def test_tool_timeout_is_set_for_a_run(documented: Path):
+    assert make_env("shop.py:Shopping", {}, tool_timeout=3.0).tool_timeout == 3.0
 
 
 def test_the_tool_output_budget_is_of_the_whole_episode():
