@@ -22,7 +22,9 @@ def run(script: Path) -> tuple[bool, str, float]:
     began = time.monotonic()
     limit = LIMIT_S.get(script.stem, DEFAULT_LIMIT_S)
     try:
-        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=limit, cwd=HERE.parent)
+        done = subprocess.run(
+            [sys.executable, str(script)], capture_output=True, text=True, timeout=limit, cwd=HERE.parent
+        )
     except subprocess.TimeoutExpired:
         return False, f"not done within {limit:.0f} s", time.monotonic() - began
     lines = [line for line in done.stdout.splitlines() if line.strip()]

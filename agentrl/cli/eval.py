@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from agentrl.cli.extras import ENGINES, require
 from agentrl.config import EvalConfig, load_eval_config
 
 INTRO = """\
@@ -23,6 +24,7 @@ def usage(argv: Sequence[str]) -> str:
 def run(argv: Sequence[str]) -> int:
     """Evaluate; returns the exit code."""
     config = load_eval_config(argv)
+    require("eval", ENGINES)
     from agentrl.evaluation.run import evaluate
 
     evaluate(config)

@@ -22,27 +22,6 @@ COMMANDS = {
 }
 """Subcommand -> one line on what it does; each lives in the module of its name."""
 
-_EXTRA_OF = {
-    "train": (
-        "torch",
-        "ray",
-        "sglang_router",
-        "megatron",
-        "mbridge",
-        "transformers",
-        "tokenizers",
-        "aiohttp",
-        "orjson",
-        "pyarrow",
-        "tensorboard",
-        "matplotlib",
-        "safetensors",
-        "uvloop",
-    ),
-    "retriever": ("starlette", "uvicorn", "bm25s", "faiss"),
-}
-"""Extra -> top-level modules that come with it."""
-
 INTERRUPTED = 130
 
 
@@ -77,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AgentRLError as error:
         return _fail(error, str(error), error.exit_code)
     except ModuleNotFoundError as error:
-        hint = _missing(error)
+        from agentrl.cli.extras import hint_for
+
+        hint = hint_for(error)
         if hint is None:
             raise
         return _fail(error, hint, 2)
@@ -112,20 +93,6 @@ def _unknown(name: str) -> int:
     hint = f"Did you mean `agentrl {close}`?" if close else "`agentrl --help` lists the commands."
     print(f"error: unknown command {name!r}. {hint}", file=sys.stderr)
     return 2
-
-
-def _missing(error: ModuleNotFoundError) -> str | None:
-    """The line for a package that an extra would have brought; None when the module is nothing we know."""
-    top = (error.name or "").partition(".")[0]
-    if top == "sglang":
-        return (
-            "sglang is not installed, and this command needs it: pip install 'agentrl[gpu]' on a machine with "
-            "GPUs, `make venv` on one without"
-        )
-    for extra, modules in _EXTRA_OF.items():
-        if top in modules:
-            return f"{top} is not installed, and this command needs it: pip install 'agentrl[{extra}]'"
-    return None
 
 
 def _fail(error: BaseException, message: str, code: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from agentrl.cli.extras import TRAINING, require
 from agentrl.config import Config, load_config
 
 INTRO = """\
@@ -25,6 +26,7 @@ def usage(argv: Sequence[str]) -> str:
 def run(argv: Sequence[str]) -> int:
     """Train; returns the exit code. The configuration is complete and checked before anything heavy is imported."""
     config = load_config(argv)
+    require("train", TRAINING)
     from agentrl.trainer.run import train
 
     return train(config) or 0

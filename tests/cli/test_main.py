@@ -6,8 +6,9 @@ import types
 
 import pytest
 
+from agentrl.cli import extras
 from agentrl.cli import main as cli
-from agentrl.errors import CheckpointError, StorageError
+from agentrl.errors import CheckpointError, ConfigError, StorageError
 
 HEAVY = [
     "torch",
@@ -143,6 +144,24 @@ def test_a_missing_package_names_the_extra(training, train_flags, capsys, module
     assert cli.main(train_flags) == 2
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1 and hint in err and "pip install" in err
+
+
+@pytest.mark.parametrize(("command", "absent", "hint"), [("train", "sglang", "make venv"), ("eval", "", "")])
+def test_missing_packages_are_named_before_anything_is_made(command, absent, hint, monkeypatch):
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name in ("torch", absent) else name)
+    with pytest.raises(ConfigError, match="agentrl " + command) as caught:
+        extras.require(command, ("torch", "sglang", "ray"))
+    assert "torch" in str(caught.value) and " ray" not in str(caught.value) and hint in str(caught.value)
+    assert "pip install 'agentrl[" in str(caught.value)
+    extras.require(command, ("sys",) if absent == "sglang" else ("sglang",))
+
+
+def test_training_without_its_packages_leaves_nothing(train_flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    assert cli.main([*train_flags, "--output-dir", str(tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1 and "torch, megatron.core" in err
+    assert not (tmp_path / "run").exists()
 
 
 def test_defects_keep_their_traceback(training, train_flags):
