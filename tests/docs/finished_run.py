@@ -17,6 +17,7 @@ from agentrl.demo import MODEL_DIR
 from agentrl.evaluation.metrics import summarize
 from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.episode import EpisodeLimits, run_episode
+from agentrl.rollout.generate_hook import load_generate_function
 from agentrl.rollout.scripted import ScriptedClient
 from agentrl.trainer.advantages import grpo
 from agentrl.trainer.loop import flatten_summary
@@ -44,8 +45,10 @@ def shopper(prices: dict[str, int]) -> Callable[[str, int], str]:
     return policy
 
 
-def play(spec: str, script, *, index: int, number: int = 0, split: str = "train") -> Trajectory:
-    """One episode of task ``index`` by a script."""
+def play(
+    spec: str, script, *, index: int, number: int = 0, split: str = "train", generate: str | None = None
+) -> Trajectory:
+    """One episode of task ``index`` by a script; ``generate`` names a custom generate function."""
     chat = ChatTemplate(MODEL_DIR)
     group = f"g{index:08d}"
     return asyncio.run(
@@ -58,6 +61,7 @@ def play(spec: str, script, *, index: int, number: int = 0, split: str = "train"
             limits=EpisodeLimits(max_response_len=512),
             trajectory_id=f"{group}-{number:03d}",
             group_id=group,
+            generate=load_generate_function(generate),
         )
     )
 

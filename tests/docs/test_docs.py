@@ -99,6 +99,15 @@ def test_the_readmes_environment_is_played_to_its_reward(shop: str):
     assert (wrong.reward, wrong.success) == (0.0, False)
 
 
+def test_the_custom_generate_function_plays(documented: Path):
+    scope: dict = {}
+    exec(shop_source(), scope)
+    policy = shopper(scope["PRICES"])
+    trajectory = play("shop.py:Shopping", policy, index=3, generate="reminder.py:generate")
+    assert (trajectory.error, trajectory.reward, str(trajectory.stop_reason)) == (None, 1.0, "done")
+    assert {"role": "user", "content": "Be brief."} in trajectory.messages
+
+
 # -- commands ----------------------------------------------------------------------------------------
 
 
