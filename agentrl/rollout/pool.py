@@ -17,12 +17,12 @@ import logging
 import os
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import EngineError
 from agentrl.rollout.control import EngineControl
-from agentrl.rollout.engine import EngineSpec, LocalEngine, RayEngine
+from agentrl.rollout.engine import EngineSpec
+from agentrl.rollout.engine_actor import DEAD, PENDING, SERVING, STARTING, LocalEngine, PooledEngine, RayEngine
 from agentrl.rollout.process import new_api_key
 from agentrl.rollout.router import RouterProcess
 
@@ -32,26 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STARTING, PENDING, SERVING, DEAD = "starting", "pending", "serving", "dead"
 _WAIT_SLICE_S = 5.0
 _ROUTER_ATTEMPTS = 20
-
-
-@dataclass
-class PooledEngine:
-    """One place in the pool and the engine that fills it now."""
-
-    index: int
-    incarnation: int = 0
-    state: str = STARTING
-    engine: LocalEngine | RayEngine | None = None
-    control: EngineControl | None = None
-    watch: asyncio.Task[None] | None = None
-
-    @property
-    def name(self) -> str:
-        """Stem of the log file; a replacement has a log of its own."""
-        return f"engine-{self.index}" + (f"-restart-{self.incarnation}" if self.incarnation else "")
 
 
 class EnginePool:
@@ -85,10 +67,9 @@ class EnginePool:
         health_timeout: float = 45.0,
         max_failed_starts: int = 3,
     ) -> None:
-        if n < 1:
-            raise EngineError(f"a pool needs at least one engine, not {n}")
-        if ray_options is not None and len(ray_options) != n:
-            raise EngineError(f"{len(ray_options)} Ray options for {n} engines; give one an engine")
+        if n < 1 or (ray_options is not None and len(ray_options) != n):
+            given = "" if ray_options is None else f" with {len(ray_options)} Ray options; give one an engine"
+            raise EngineError(f"a pool of {n} engines{given}; expected at least one")
         self.spec = spec
         self.host = host
         self.start_timeout = start_timeout
@@ -136,8 +117,7 @@ class EnginePool:
 
     def engines(self, *states: str) -> list[EngineControl]:
         """Control of the engines in the given states, by default ``serving``."""
-        wanted = states or (SERVING,)
-        return [place.control for place in self._places if place.control and place.state in wanted]
+        return [place.control for place in self._places if place.control and place.state in (states or (SERVING,))]
 
     def states(self) -> list[str]:
         """State of each place."""
@@ -205,7 +185,7 @@ class EnginePool:
     async def update_weights(self, version: int) -> SyncReport:
         """Bring all engines to the trainer's weights as ``version``; those that fail are replaced.
 
-        Replacements that are ready take part and are admitted. If no engine is left, waits for one.
+        Replacements that are ready are admitted. If no engine is left, waits for one.
 
         Raises:
             WeightSyncError: the trainer's end failed, or engines fail again and again.

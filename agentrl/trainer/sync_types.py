@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agentrl.errors import WeightSyncError
-from agentrl.rollout.control import Bucket, SendResult
+from agentrl.rollout.control import Bucket, EngineControl, SendResult
 
 
 class Sender(Protocol):
@@ -90,3 +90,23 @@ class SyncFailed(WeightSyncError):
     def __init__(self, message: str, report: SyncReport) -> None:
         super().__init__(message)
         self.report = report
+
+
+@dataclass
+class SyncRun:
+    """The state of one sync."""
+
+    report: SyncReport
+    active: list[EngineControl]
+    touched: list[EngineControl] = field(default_factory=list)  # may be paused
+    open: set[EngineControl] = field(default_factory=set)  # may have an open session
+    dirty: set[EngineControl] = field(default_factory=set)  # may hold part of the new weights
+    running: set[EngineControl] = field(default_factory=set)  # continued
+    failed: dict[EngineControl, str] = field(default_factory=dict)
+    settled: set[EngineControl] = field(default_factory=set)  # failed, retired and resumed
+    finished: bool = False  # came to its end, with or without failed engines
+
+    def fail(self, engine: EngineControl, reason: object) -> None:
+        if engine in self.active:
+            self.active.remove(engine)
+        self.failed.setdefault(engine, str(reason))

@@ -31,38 +31,17 @@ import tempfile
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from agentrl.errors import EngineError, WeightSyncError
 from agentrl.rollout.control import PAUSE_MODES, Bucket, EngineControl
-from agentrl.trainer.sync_types import Deadlines, LocalSender, Sender, SyncFailed, SyncReport
+from agentrl.trainer.sync_types import Deadlines, LocalSender, Sender, SyncFailed, SyncReport, SyncRun
 from agentrl.warden import scratch_folder
 
 __all__ = ["Deadlines", "LocalSender", "Sender", "SyncFailed", "SyncReport", "WeightSync"]
 
 TRANSPORTS = ("broadcast", "disk")
-
-
-@dataclass
-class _Run:
-    """The state of one sync."""
-
-    report: SyncReport
-    active: list[EngineControl]
-    touched: list[EngineControl] = field(default_factory=list)  # may be paused
-    open: set[EngineControl] = field(default_factory=set)  # may have an open session
-    dirty: set[EngineControl] = field(default_factory=set)  # may hold part of the new weights
-    running: set[EngineControl] = field(default_factory=set)  # continued
-    failed: dict[EngineControl, str] = field(default_factory=dict)
-    settled: set[EngineControl] = field(default_factory=set)  # failed, retired and resumed
-    finished: bool = False  # came to its end, with or without failed engines
-
-    def fail(self, engine: EngineControl, reason: object) -> None:
-        if engine in self.active:
-            self.active.remove(engine)
-        self.failed.setdefault(engine, str(reason))
 
 
 class WeightSync:
@@ -124,7 +103,7 @@ class WeightSync:
         """
         if not engines:
             raise SyncFailed("no engine to send weights to", SyncReport(version))
-        run = _Run(SyncReport(version), list(engines))
+        run = SyncRun(SyncReport(version), list(engines))
         try:
             try:
                 if self.transport == "disk":
@@ -154,7 +133,7 @@ class WeightSync:
 
     # The two ways.
 
-    async def _sync_by_broadcast(self, run: _Run) -> None:
+    async def _sync_by_broadcast(self, run: SyncRun) -> None:
         # Whatever can be done while engines still generate is done before the pause.
         first = await self._timed(run, "pack", self.sender.start())
         if first is None:
@@ -173,7 +152,7 @@ class WeightSync:
         await self._timed(run, "end", self._end(run))
         await self._continue(run, started)
 
-    async def _sync_by_disk(self, run: _Run) -> None:
+    async def _sync_by_disk(self, run: SyncRun) -> None:
         shared = self.disk_dir is not None
         folder = Path(tempfile.mkdtemp(prefix="weights-", dir=self.disk_dir) if shared else scratch_folder("weights-"))
         path = str(folder / f"version-{run.report.version}")
@@ -198,16 +177,16 @@ class WeightSync:
 
     # States.
 
-    async def _pause(self, run: _Run) -> None:
+    async def _pause(self, run: SyncRun) -> None:
         run.touched = list(run.active)
         pause = self._each(run, lambda e: e.pause(self.pause_mode, timeout=self.deadlines.pause))
         await self._timed(run, "pause", pause)
 
-    async def _begin(self, run: _Run) -> None:
+    async def _begin(self, run: SyncRun) -> None:
         run.open.update(run.active)
         await self._each(run, lambda e: e.begin_weight_update(timeout=self.deadlines.begin))
 
-    async def _connect(self, run: _Run) -> bool:
+    async def _connect(self, run: SyncRun) -> bool:
         """Form the groups, unless those of the last sync hold exactly the active engines.
 
         False if a shared group could not be formed.
@@ -262,7 +241,7 @@ class WeightSync:
                     failed[name] = state if state != "waiting" else "an engine did not come"
         return failed
 
-    async def _transfer(self, run: _Run, bucket: Bucket | None) -> bool:
+    async def _transfer(self, run: SyncRun, bucket: Bucket | None) -> bool:
         """Send all buckets. False if a shared group broke, so that all must be sent again."""
         report = run.report
         report.nbytes = report.buckets = 0
@@ -289,20 +268,20 @@ class WeightSync:
             bucket = sent.next
         return True
 
-    async def _end(self, run: _Run) -> None:
+    async def _end(self, run: SyncRun) -> None:
         await self._each(run, lambda e: e.end_weight_update(timeout=self.deadlines.end))
         run.open.difference_update(run.active)
         if self.pause_mode == "in_place":
             # Refused while requests are in flight; their prefixes then keep the old weights' cache.
             await self._each(run, lambda e: e.flush(timeout=self.deadlines.end))
 
-    async def _continue(self, run: _Run, started: float) -> None:
+    async def _continue(self, run: SyncRun, started: float) -> None:
         go_on = self._each(run, lambda e: e.continue_(timeout=self.deadlines.resume))
         await self._timed(run, "continue", go_on)
         run.running.update(run.active)
         run.report.pause_seconds = time.monotonic() - started
 
-    async def _verify(self, run: _Run) -> None:
+    async def _verify(self, run: SyncRun) -> None:
         held: dict[EngineControl, list[dict[str, str]]] = {}
 
         async def ask(engine: EngineControl) -> None:
@@ -332,7 +311,7 @@ class WeightSync:
 
     # When something breaks.
 
-    async def _drop_failed_groups(self, run: _Run, failed: dict[str, str]) -> bool:
+    async def _drop_failed_groups(self, run: SyncRun, failed: dict[str, str]) -> bool:
         """Leave groups with a failed member. False if others were in one of them: :meth:`_recover` is due."""
         shared_broke = False
         for name, part in list(self._groups.items()):
@@ -346,14 +325,14 @@ class WeightSync:
                 shared_broke = True
         return not shared_broke
 
-    async def _recover(self, run: _Run, *, last: bool) -> None:
+    async def _recover(self, run: SyncRun, *, last: bool) -> None:
         """After a shared group broke: unblock its members, keep those that answer."""
         await self._leave_groups(run)
         if last:
             for engine in list(run.active):
                 run.fail(engine, f"the weights could not be sent in {self.attempts} attempts")
 
-    async def _leave_groups(self, run: _Run) -> None:
+    async def _leave_groups(self, run: SyncRun) -> None:
         groups, self._groups = self._groups, {}
         await self.sender.abort()
         name_of = {engine: name for name, part in groups.items() for engine in part}
@@ -364,7 +343,7 @@ class WeightSync:
         }
         await self._gather(run, leaves)
 
-    async def _settle(self, run: _Run) -> None:
+    async def _settle(self, run: SyncRun) -> None:
         """Resume every engine that was touched and does not run; retire those that must be replaced."""
         stopped = [engine for engine in run.touched if engine not in run.running]
         if not run.finished:
@@ -379,7 +358,7 @@ class WeightSync:
         await asyncio.gather(*(self._resume(run, engine) for engine in todo))
         run.report.failed = {engine.url: reason for engine, reason in run.failed.items()}
 
-    async def _resume(self, run: _Run, engine: EngineControl) -> None:
+    async def _resume(self, run: SyncRun, engine: EngineControl) -> None:
         limit = self.deadlines.resume
         steps: list[Callable[[], Awaitable[Any]]] = []
         if engine in run.failed and self.retire is not None:
@@ -398,10 +377,10 @@ class WeightSync:
 
     # Doing one thing on all engines.
 
-    async def _each(self, run: _Run, call: Callable[[EngineControl], Coroutine[Any, Any, Any]]) -> None:
+    async def _each(self, run: SyncRun, call: Callable[[EngineControl], Coroutine[Any, Any, Any]]) -> None:
         await self._gather(run, {engine: call(engine) for engine in run.active})
 
-    async def _gather(self, run: _Run, calls: Mapping[EngineControl, Awaitable[Any]]) -> None:
+    async def _gather(self, run: SyncRun, calls: Mapping[EngineControl, Awaitable[Any]]) -> None:
         """Await all; engines whose call failed are failed, the others go on."""
         results = await asyncio.gather(*calls.values(), return_exceptions=True)
         for engine, result in zip(calls, results, strict=True):
@@ -410,7 +389,7 @@ class WeightSync:
             elif isinstance(result, BaseException):
                 raise result
 
-    async def _timed(self, run: _Run, state: str, work: Awaitable[Any]) -> Any:
+    async def _timed(self, run: SyncRun, state: str, work: Awaitable[Any]) -> Any:
         started = time.monotonic()
         try:
             return await work

@@ -17,7 +17,8 @@ import pytest
 from agentrl.errors import EngineError, WeightSyncError
 from agentrl.rollout import pool as pool_module
 from agentrl.rollout.engine import EngineSpec
-from agentrl.rollout.pool import PENDING, SERVING, EnginePool
+from agentrl.rollout.engine_actor import PENDING, SERVING
+from agentrl.rollout.pool import EnginePool
 from agentrl.rollout.router import ROUTING_KEY_HEADER
 from agentrl.trainer.weight_sync import WeightSync
 from tests.engines.fake_engine import FakeEngine
@@ -289,7 +290,7 @@ async def test_a_killed_router_comes_back_at_the_same_address(monkeypatch: pytes
 
 
 def test_wrong_sizes() -> None:
-    with pytest.raises(EngineError, match="at least one engine, not 0"):
+    with pytest.raises(EngineError, match="a pool of 0 engines; expected at least one"):
         EnginePool(EngineSpec("m"), 0)
-    with pytest.raises(EngineError, match="1 Ray options for 2 engines"):
+    with pytest.raises(EngineError, match="a pool of 2 engines with 1 Ray options; give one an engine"):
         EnginePool(EngineSpec("m"), 2, ray_options=[{}])

@@ -17,7 +17,8 @@ import torch
 
 from agentrl.rollout.control import EngineControl
 from agentrl.rollout.engine import EngineProcess, EngineSpec
-from agentrl.rollout.pool import PENDING, SERVING, EnginePool
+from agentrl.rollout.engine_actor import PENDING, SERVING
+from agentrl.rollout.pool import EnginePool
 from agentrl.rollout.router import ROUTING_KEY_HEADER
 from agentrl.trainer.sync_types import Deadlines, LocalSender, SyncFailed
 from agentrl.trainer.weight_sender import WeightSender

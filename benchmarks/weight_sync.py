@@ -1,0 +1,225 @@
+"""A weight sync against a bare broadcast of the same bytes plus SGLang's own load time.
+
+*Sync* is the wall time from pause to continue of :class:`agentrl.trainer.weight_sync.WeightSync` on a running
+engine: what generation loses. *Reference* is
+
+- a bare gloo broadcast of one flat buffer of the same bytes, between two plain processes that form their group
+  exactly as trainer and engine do, until the receiver has it, plus
+- the time SGLang takes to load the tensors, as its own metric (``weight_load_duration_seconds``) tells when the
+  sender is already waiting at the broadcast, less that broadcast.
+
+The three are taken in turn, again and again; medians count. Checksums are compared after the engine
+continues, so they are outside *sync* and reported beside it.
+
+    python benchmarks/weight_sync.py [--repeats 15] [--sizes demo,large]
+
+Prints one JSON object a size and one line. Target: ratio at most 1.5 for the large model (about 180 MiB).
+For the demo's model of 2 MiB, where both sides take milliseconds, the ratio is reported and the sync must
+take less than 0.15 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+
+from agentrl.rollout.control import EngineControl
+from agentrl.rollout.engine import EngineProcess, EngineSpec
+from agentrl.trainer.sync_types import LocalSender
+from agentrl.trainer.weight_sender import WeightSender
+from agentrl.trainer.weight_sync import WeightSync
+
+ROOT = Path(__file__).resolve().parents[1]
+RATIO_LIMIT = 1.5
+SMALL_LIMIT_S = 0.15
+SIZES: dict[str, dict[str, int] | None] = {
+    "demo": None,
+    "large": {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 6, "vocab_size": 8192},
+}
+
+RECEIVER = """
+import sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+torch.set_num_threads(1)
+port, nbytes = int(sys.argv[1]), int(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+group, _ = c10d._new_process_group_helper(2, 1, [], c10d.Backend("gloo"), c10d.PrefixStore("bare", store),
+                                          group_name="bare", timeout=timedelta(seconds=600))
+options, back = dist.BroadcastOptions(), dist.BroadcastOptions()
+options.rootRank, back.rootRank = 0, 1
+flat, done = torch.empty(nbytes, dtype=torch.uint8), torch.zeros(1)
+while True:
+    group.broadcast([flat], options).wait()
+    group.broadcast([done], back).wait()
+"""
+
+
+def make_model(folder: Path, shape: dict[str, int]) -> Path:
+    """A random float32 Qwen3 with the demo model's tokenizer."""
+    import shutil
+
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **shape, num_attention_heads=12, num_key_value_heads=4, head_dim=64, tie_word_embeddings=True,
+        max_position_embeddings=4096,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    for file in (ROOT / "agentrl/assets/demo").glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+class Bench:
+    """One engine, one sender, and a bare pair of processes beside them."""
+
+    def __init__(self, engine: EngineProcess, weights: dict[str, torch.Tensor]) -> None:
+        self.engine = engine
+        self.control = EngineControl(engine.url, engine.api_key)
+        self.sender = WeightSender(lambda: iter(weights.items()), tied_embeddings=True)
+        self.sync = WeightSync(LocalSender(self.sender))
+        self.nbytes = sum(t.numel() * t.element_size() for t in weights.values())
+        self.version = 0
+        self._bare = WeightSender(lambda: iter(()))
+        port = self._bare.listen()
+        self._receiver = subprocess.Popen(
+            [sys.executable, "-c", RECEIVER, str(port), str(self.nbytes)], stderr=subprocess.DEVNULL
+        )
+        while self._bare.connect({"bare": 2}, 60.0)["bare"] != "formed":
+            time.sleep(0.1)
+        self._flat = torch.ones(self.nbytes, dtype=torch.uint8)
+
+    async def close(self) -> None:
+        self._receiver.kill()
+        self._receiver.wait()
+        await self.sync.close()
+        await self.control.close()
+
+    def bare_broadcast(self) -> float:
+        """Seconds until the receiver has all bytes."""
+        import torch.distributed as dist
+
+        group = self._bare._groups["bare"]
+        options, back = dist.BroadcastOptions(), dist.BroadcastOptions()
+        options.rootRank, back.rootRank = 0, 1
+        began = time.perf_counter()
+        group.broadcast([self._flat], options).wait()
+        group.broadcast([torch.zeros(1)], back).wait()
+        return time.perf_counter() - began
+
+    async def load_and_receive(self) -> float:
+        """Seconds of SGLang's metric for one update whose data is already on its way."""
+        control = self.control
+        (name,) = self.sync._groups
+        bucket = await asyncio.to_thread(self.sender.start)
+        await control.pause("retract")
+        await control.begin_weight_update()
+        sending = threading.Thread(target=self.sender.broadcast)
+        sending.start()
+        await asyncio.sleep(0.05)
+        await control.update_from_distributed(bucket, group_name=name, version=self.version, flush=True, timeout=120)
+        await asyncio.to_thread(sending.join)
+        spent = await self._last_load()
+        await control.end_weight_update()
+        await control.continue_()
+        return spent
+
+    async def _last_load(self) -> float:
+        """Seconds of the last update by broadcast, receiving and loading, in the engine's scheduler."""
+        async with aiohttp.ClientSession() as session, session.get(self.engine.url + "/metrics") as answer:
+            text = await answer.text()
+        pattern = r'^sglang:weight_load_duration_seconds\{[^}]*source="distributed"[^}]*\} (\S+)'
+        return max(map(float, re.findall(pattern, text, re.MULTILINE)))
+
+    async def one_sync(self) -> Any:
+        self.version += 1
+        return await self.sync.sync([self.control], self.version)
+
+
+async def measure(engine: EngineProcess, weights: dict[str, torch.Tensor], repeats: int) -> dict[str, Any]:
+    bench = Bench(engine, weights)
+    try:
+        for _ in range(3):
+            await bench.one_sync()
+            bench.bare_broadcast()
+        reports, bare, received = [], [], []
+        for _ in range(repeats):
+            reports.append(await bench.one_sync())
+            bare.append(await asyncio.to_thread(bench.bare_broadcast))
+            received.append(await bench.load_and_receive())
+        median = statistics.median
+        broadcast, load = median(bare), max(0.0, median(received) - median(bare))
+        wall = median(report.pause_seconds for report in reports)
+        states = {name: median(r.seconds.get(name, 0.0) for r in reports) for name in reports[-1].seconds}
+        return {
+            "mib": bench.nbytes / 2**20,
+            "tensors": len(weights),
+            "sync_s": wall,
+            "broadcast_s": broadcast,
+            "load_s": load,
+            "ratio": wall / (broadcast + load),
+            "states_s": states,
+            "verified": reports[-1].verified,
+        }
+    finally:
+        await bench.close()
+
+
+def run(size: str, repeats: int, scratch: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    shape = SIZES[size]
+    model = ROOT / "agentrl/assets/demo" if shape is None else make_model(scratch / size, shape)
+    weights = {name: tensor.float() for name, tensor in load_file(model / "model.safetensors").items()}
+    weights.pop("lm_head.weight", None)
+    engine = EngineProcess(
+        EngineSpec(str(model), max_total_tokens=4096, extra={"enable_metrics": True}), log_dir=scratch
+    )
+    try:
+        engine.start(300)
+        return asyncio.run(measure(engine, weights, repeats))
+    finally:
+        engine.stop()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--sizes", default="demo,large")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    missed, words = False, []
+    with tempfile.TemporaryDirectory() as scratch:
+        for size in options.sizes.split(","):
+            result = run(size, options.repeats, Path(scratch))
+            print(json.dumps({"benchmark": "weight_sync", "size": size, **result}))
+            words.append(
+                f"{size} ({result['mib']:.0f} MiB): {1000 * result['sync_s']:.0f} ms, "
+                f"{result['ratio']:.2f} x (broadcast {1000 * result['broadcast_s']:.1f} ms + "
+                f"load {1000 * result['load_s']:.1f} ms)"
+            )
+            missed |= result["sync_s"] >= SMALL_LIMIT_S if size == "demo" else result["ratio"] > RATIO_LIMIT
+    print(
+        f"weight sync: {'; '.join(words)}; target at most {RATIO_LIMIT} x for large, under {SMALL_LIMIT_S} s for demo"
+    )
+    return int(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
