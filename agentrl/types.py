@@ -8,16 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any, TypedDict
 
 import numpy as np
-
-
-class StrEnum(str, Enum):
-    """``enum.StrEnum`` that prints as its value on every supported Python."""
-
-    __str__ = str.__str__
 
 
 class Message(TypedDict, total=False):

@@ -184,6 +184,19 @@ class RunDir:
         for tracker in self._trackers:
             tracker.log(int(step), numbers)
 
+    def log_evaluation(self, step: int, sets: Mapping[str, Any]) -> None:
+        """Append one line to ``evaluations.jsonl``: the whole summary of each held-out set after ``step`` rollouts."""
+        lines = JsonLines(self.path / "evaluations.jsonl")
+        try:
+            lines.append({"step": int(step), "sets": dict(sets)})
+        finally:
+            lines.close()
+
+    def evaluations(self) -> Iterator[dict[str, Any]]:
+        """The lines of ``evaluations.jsonl``, oldest first; nothing when there is none."""
+        file = self.path / "evaluations.jsonl"
+        return read_jsonl(file) if file.is_file() else iter(())
+
     def metrics(self) -> Iterator[dict[str, Any]]:
         """The lines of ``metrics.jsonl``."""
         return read_jsonl(self.path / "metrics.jsonl")
@@ -203,12 +216,13 @@ class RunDir:
 
     def _rewind(self, step: int) -> None:
         self._metrics.close()
-        file = self.path / "metrics.jsonl"
-        kept = [line for line in read_jsonl(file) if line["step"] <= step]
-        with atomic_file(file) as stream:
-            for line in kept:
-                stream.write((json.dumps(finite(line)) + "\n").encode("ascii"))
-        self._metrics = JsonLines(file)
+        for name in ("metrics.jsonl", "evaluations.jsonl"):
+            file = self.path / name
+            kept = [line for line in read_jsonl(file) if line["step"] <= step] if file.is_file() else []
+            with atomic_file(file) as stream:
+                for line in kept:
+                    stream.write((json.dumps(finite(line)) + "\n").encode("ascii"))
+        self._metrics = JsonLines(self.path / "metrics.jsonl")
         self.store.rewind(step)
 
     # -- end -----------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import signal
+from collections.abc import Coroutine
 from typing import Any
 
 from rich.table import Table
@@ -18,6 +18,7 @@ from agentrl.data.rundir import RunDir
 from agentrl.errors import AgentRLError
 from agentrl.evaluation.heldout import HeldOutSet, held_out_sets, run_set
 from agentrl.evaluation.metrics import EvalSummary
+from agentrl.process import terminate_on_sigterm
 from agentrl.progress import Progress, shown
 from agentrl.rollout.setup import engine_spec, episode_limits, eval_params, make_env, scratch
 from agentrl.types import Trajectory
@@ -42,7 +43,7 @@ def evaluate(cfg: EvalConfig) -> dict[str, EvalSummary]:
         scratch(warden),
     ):
         progress.log(Text(f"run folder  {run.path}\nmodel       {model}"))
-        summaries = asyncio.run(_evaluate(cfg, model, sets, run, progress))
+        summaries = asyncio.run(_until_sigterm(_evaluate(cfg, model, sets, run, progress)))
         write_text(
             run.path / "summary.json",
             json.dumps({name: summary.to_dict() for name, summary in summaries.items()}, indent=2) + "\n",
@@ -50,6 +51,11 @@ def evaluate(cfg: EvalConfig) -> dict[str, EvalSummary]:
         progress.log(summary_table(summaries))
         progress.log(Text(f"every episode is in {shown(run.path / 'trajectories.jsonl')}"))
     return summaries
+
+
+async def _until_sigterm(work: Coroutine[Any, Any, Any]) -> Any:
+    with terminate_on_sigterm():
+        return await work
 
 
 def model_folder(cfg: EvalConfig) -> str:
@@ -72,7 +78,6 @@ async def _evaluate(
     from agentrl.rollout.client import EngineClient
     from agentrl.rollout.pool import EnginePool
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _interrupt, asyncio.current_task())
     pool = EnginePool(
         engine_spec(cfg, model),
         cfg.rollout_num_engines or 1,
@@ -126,11 +131,6 @@ async def _one_set(
     finally:
         await runner.close()
     return summary
-
-
-def _interrupt(task: asyncio.Task[Any] | None) -> None:
-    if task is not None:
-        task.cancel()
 
 
 def summary_table(summaries: dict[str, EvalSummary]) -> Table:

@@ -60,7 +60,7 @@ def make_env(spec: str, kwargs: dict[str, Any], *, tool_timeout: float | None = 
     env = make(spec, **kwargs)
     if tool_timeout is not None:
         if not hasattr(env.unwrapped, "tool_timeout"):
-            raise ConfigError(f"--tool-timeout {tool_timeout:g}: environment {spec!r} is no ToolEnv and has no such limit")
+            raise ConfigError(f"--tool-timeout {tool_timeout:g}: {spec!r} is no ToolEnv, so it has no such limit")
         env.unwrapped.tool_timeout = tool_timeout
     return env
 

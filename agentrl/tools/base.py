@@ -7,10 +7,10 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, overload
 
 from agentrl.tools.schema import describe
-from agentrl.types import StrEnum
 
 
 class ToolErrorType(StrEnum):

@@ -6,15 +6,14 @@ Every method of :class:`TrainActor` is collective: the driver calls it on all ra
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import AgentRLError, WeightSyncError
+from agentrl.process import write_log_to
 
 if TYPE_CHECKING:
     from agentrl.config.schema import Config
@@ -36,6 +35,7 @@ class TrainActor:
             follow from the model.
         nodes: machines the ranks are on; with one, everything stays on the loopback interface.
         log_file: where this process's log goes; None: standard error.
+        log_level: how much goes there.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class TrainActor:
         sender: Mapping[str, Any] | None = None,
         nodes: int = 1,
         log_file: str | None = None,
+        log_level: str = "info",
     ):
         self.rank, self.world_size, self._nodes = rank, world_size, nodes
         self._hf_checkpoint, self._options = hf_checkpoint, dict(options)
@@ -56,7 +57,7 @@ class TrainActor:
         self._listener: socket.socket | None = None
         self._failure: Exception | None = None
         self._sender: Any = None
-        _write_log_to(log_file, rank)
+        write_log_to(log_file, log_level, who=f"rank {rank}")
 
     def address(self) -> tuple[str, int]:
         """Rank 0: listen where the other ranks will meet this one; returns host and port."""
@@ -212,6 +213,7 @@ def create_ranks(
             sender=sender,
             nodes=cfg.actor_num_nodes,
             log_file=str(Path(log_dir) / f"trainer-{rank}.log") if log_dir else None,
+            log_level=cfg.log_level,
         )
         for rank, placement in enumerate(placements)
     ]
@@ -229,11 +231,3 @@ def _node_address() -> str:
     import ray.util
 
     return ray.util.get_node_ip_address()
-
-
-def _write_log_to(path: str | None, rank: int) -> None:
-    handler = logging.FileHandler(path, encoding="utf-8") if path else logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [rank {rank}] %(name)s: %(message)s"))
-    logger = logging.getLogger("agentrl")
-    logger.handlers = [handler]
-    logger.setLevel(logging.INFO)

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from agentrl.data.files import storage_errors
 from agentrl.errors import CheckpointError
 
 FORMAT = 1
@@ -100,8 +101,7 @@ class CheckpointStore:
             raise CheckpointError(f"--load {path}: no such folder; give a run folder or one of its checkpoints")
         if _NAME.fullmatch(path.name):
             return cls(path.parent).open(path.name)
-        inner = path / "checkpoints"
-        return cls(inner if inner.is_dir() else path).newest()
+        return cls(_folder_of(path)).newest()
 
     def newest(self) -> Checkpoint:
         """The newest checkpoint whose every file is there and has the checksum of its manifest.
@@ -159,11 +159,12 @@ class CheckpointStore:
 
     async def save(self, step: int, *, trainer: TrainerState, rollout: RolloutState) -> Checkpoint:
         """Write a checkpoint of the whole run."""
-        folder = self.begin(step)
-        await trainer.save(folder / TRAINER_FOLDER)
-        await trainer.save_hf(folder / HF_FOLDER)
-        write_json(folder / ROLLOUT_STATE, await rollout.state())
-        return await asyncio.to_thread(self.commit, step)
+        with storage_errors(self.root):
+            folder = self.begin(step)
+            await trainer.save(folder / TRAINER_FOLDER)
+            await trainer.save_hf(folder / HF_FOLDER)
+            write_json(folder / ROLLOUT_STATE, await rollout.state())
+            return await asyncio.to_thread(self.commit, step)
 
     def begin(self, step: int) -> Path:
         """An empty folder to fill; left-overs of interrupted saves and removals go."""
@@ -217,6 +218,16 @@ class CheckpointStore:
         shutil.rmtree(doomed, ignore_errors=True)
         (self.root / _name(step)).rename(doomed)
         shutil.rmtree(doomed)
+
+
+def _folder_of(run: Path) -> Path:
+    """Where a run's checkpoints are: where its ``--save`` says, else in the run folder; or the folder itself."""
+    config = run / "config.json"
+    save = read_json(config).get("save") if config.is_file() else None
+    if save:
+        return Path(save)
+    inner = run / "checkpoints"
+    return inner if inner.is_dir() else run
 
 
 def _name(step: int) -> str:

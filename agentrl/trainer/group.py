@@ -13,7 +13,6 @@ from typing import Any
 
 from agentrl.errors import AgentRLError
 from agentrl.progress import Progress
-from agentrl.types import Trajectory
 
 POLL_S = 0.5
 
@@ -101,8 +100,8 @@ class RolloutGroup:
         result = await self._watched("the rollout", self.manager.generate.remote(step), progress)
         return Generated(*result)
 
-    async def evaluate(self, step: int, *, progress: Progress) -> tuple[dict[str, Any], list[Trajectory]]:
-        """Play the held-out sets; summaries by name, and their episodes of the first set."""
+    async def evaluate(self, step: int, *, progress: Progress) -> dict[str, Any]:
+        """Play the held-out sets; summaries by name. The episodes are in the trajectory store."""
         return await self._watched("the evaluation", self.manager.evaluate.remote(step), progress)
 
     async def update_weights(self, trainer: TrainerGroup, version: int) -> dict[str, float]:

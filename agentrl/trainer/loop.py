@@ -6,26 +6,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agentrl.progress import Progress
-from agentrl.types import Trajectory
 
 if TYPE_CHECKING:
     from agentrl.config.schema import Config
     from agentrl.data.rundir import RunDir
     from agentrl.trainer.checkpoint import CheckpointStore
     from agentrl.trainer.group import RolloutGroup, TrainerGroup
-
-
-@dataclass
-class Evaluation:
-    """One evaluation: summaries by set name, and the episodes of the first set."""
-
-    step: int
-    summaries: dict[str, dict[str, Any]] = field(default_factory=dict)
-    episodes: list[Trajectory] = field(default_factory=list)
 
 
 async def training_loop(
@@ -37,11 +26,13 @@ async def training_loop(
     checkpoints: CheckpointStore,
     run: RunDir,
     progress: Progress,
-) -> tuple[Evaluation | None, Evaluation | None]:
-    """Train from rollout ``start`` to ``cfg.num_rollout``; returns the first and the last evaluation."""
+) -> None:
+    """Train from rollout ``start`` to ``cfg.num_rollout``."""
     progress.stage("syncing weights")
     synced = await rollout.update_weights(trainer, start)
-    first = last = await evaluate(rollout, start, run=run, progress=progress) if cfg.eval_interval else None
+    evaluated = {evaluation["step"] for evaluation in run.evaluations()}
+    if start not in evaluated and (start == 0 or due(start, cfg.eval_interval, cfg.num_rollout)) and cfg.eval_interval:
+        await evaluate(rollout, start, run=run, progress=progress)
 
     for step in range(start, cfg.num_rollout):
         began = time.monotonic()
@@ -62,8 +53,7 @@ async def training_loop(
         progress.stage("syncing weights")
         synced = await rollout.update_weights(trainer, version)
         if due(version, cfg.eval_interval, cfg.num_rollout):
-            last = await evaluate(rollout, version, run=run, progress=progress)
-    return first, last
+            await evaluate(rollout, version, run=run, progress=progress)
 
 
 def due(version: int, interval: int, total: int) -> bool:
@@ -71,10 +61,10 @@ def due(version: int, interval: int, total: int) -> bool:
     return interval > 0 and (version % interval == 0 or version == total)
 
 
-async def evaluate(rollout: RolloutGroup, step: int, *, run: RunDir, progress: Progress) -> Evaluation:
+async def evaluate(rollout: RolloutGroup, step: int, *, run: RunDir, progress: Progress) -> None:
     """Evaluate on every held-out set."""
     progress.stage("evaluating on held-out tasks")
-    summaries, episodes = await rollout.evaluate(step, progress=progress)
+    summaries = await rollout.evaluate(step, progress=progress)
     metrics: dict[str, float] = {}
     for name, summary in summaries.items():
         success = summary["success"]
@@ -87,7 +77,7 @@ async def evaluate(rollout: RolloutGroup, step: int, *, run: RunDir, progress: P
         )
         metrics |= flatten_summary(name, summary)
     run.log_metrics(step, metrics)
-    return Evaluation(step, summaries, episodes)
+    run.log_evaluation(step, summaries)
 
 
 def flatten_summary(name: str, summary: dict[str, Any]) -> dict[str, float]:

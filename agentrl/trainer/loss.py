@@ -155,6 +155,10 @@ def token_loss(
     return total, sums, largest
 
 
+MISMATCH = ("train/logprob_abs_diff_mean", "train/logprob_abs_diff_max", "train/rollout_kl", "train/ess")
+"""Metrics that compare the trainer with the engine."""
+
+
 def metrics_from_sums(sums: dict[str, float], largest: float) -> dict[str, float]:
     """Means over the tokens of a step from the sums of :func:`token_loss`.
 

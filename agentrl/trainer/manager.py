@@ -20,6 +20,7 @@ from agentrl.data.store import TrajectoryStore
 from agentrl.data.tasks import TaskSource
 from agentrl.errors import AgentRLError, EnvError
 from agentrl.evaluation.heldout import HeldOutSet, held_out_sets, run_set
+from agentrl.process import write_log_to
 from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.client import EngineClient
 from agentrl.rollout.setup import engine_spec, episode_limits, eval_params, has_gpu, make_env, rollout_params
@@ -47,6 +48,7 @@ class RolloutManager:
         self.run_dir = Path(run_dir)
         self.model_dir = model_dir
         self.engine_options = engine_options
+        write_log_to(self.run_dir / "logs" / "rollout-manager.log", cfg.log_level)
         self.store = TrajectoryStore(self.run_dir / "trajectories")
         self.version = -1
         self._counted = {"done": 0, "total": 0, "tokens": 0}
@@ -188,15 +190,10 @@ class RolloutManager:
 
     # -- evaluation -----------------------------------------------------------------------------------
 
-    async def evaluate(self, step: int) -> tuple[dict[str, dict[str, Any]], list[Trajectory]]:
-        """Play all held-out sets.
-
-        Returns:
-            Summaries by set name, and one episode of the first set for showing: the same task every time.
-        """
+    async def evaluate(self, step: int) -> dict[str, dict[str, Any]]:
+        """Play all held-out sets; summaries by set name."""
         cfg = self.cfg
         summaries: dict[str, dict[str, Any]] = {}
-        example: list[Trajectory] = []
         self._count(sum(len(s.tasks) for s in self.held_out) * cfg.n_samples_per_eval_prompt)
         for held_out in self.held_out:
             runner = self._runner(held_out.spec, held_out.kwargs, eval_params(cfg), cfg.rollout_concurrency)
@@ -212,8 +209,7 @@ class RolloutManager:
                 await runner.close()
             summaries[held_out.name] = summary.to_dict()
             await asyncio.to_thread(self.store.write, step, trajectories, name=f"eval-{held_out.name}")
-            example = example or trajectories
-        return summaries, example
+        return summaries
 
     # -- weights --------------------------------------------------------------------------------------
 

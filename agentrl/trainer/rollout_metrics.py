@@ -66,8 +66,6 @@ def _staleness(trajectories: Sequence[Trajectory], version: int) -> float:
 
 
 def _parts(trajectories: Sequence[Trajectory]) -> dict[str, list[float]]:
-    parts: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        for name, value in trajectory.rewards.items():
-            parts.setdefault(name, []).append(value)
-    return parts
+    """Each named part of the reward, over all episodes: one that did not earn a part has 0 of it."""
+    names = {name: None for t in trajectories for name in t.rewards}
+    return {name: [t.rewards.get(name, 0.0) for t in trajectories] for name in names}

@@ -10,22 +10,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 from rich.text import Text
 
 from agentrl.config.schema import Config
 from agentrl.data.rundir import RunDir
-from agentrl.errors import AgentRLError
+from agentrl.errors import AgentRLError, EnvError
 from agentrl.loading import portable
+from agentrl.process import terminate_on_sigterm, write_log_to
 from agentrl.progress import Progress, before_after, clock, episode_panel, shown
+from agentrl.rollout.episode import describe
 from agentrl.rollout.setup import has_gpu, make_env, scratch
 from agentrl.trainer.checkpoint import Checkpoint, CheckpointStore
 from agentrl.trainer.cluster import Bundle, Cluster
 from agentrl.trainer.group import RolloutGroup, TrainerGroup
-from agentrl.trainer.loop import Evaluation, training_loop
+from agentrl.trainer.loop import training_loop
 from agentrl.types import Trajectory
 from agentrl.warden import Warden
 
@@ -33,12 +33,8 @@ log = logging.getLogger(__name__)
 
 START_DEADLINE_S = 900.0
 CLOSE_DEADLINE_S = 30.0
-
-
-class Terminated(AgentRLError):
-    """The run was asked to end by SIGTERM."""
-
-    exit_code = 143
+PATHS = ("save", "save_hf", "prompt_data", "hf_checkpoint", "ref_load")
+HOOKS = ("env", "custom_rm_path", "custom_generate_function_path", "data_source_path")
 
 
 def train(cfg: Config) -> int:
@@ -48,8 +44,7 @@ def train(cfg: Config) -> int:
         AgentRLError: with one message for a person; processes and temporary folders are gone by then.
         KeyboardInterrupt: after the same cleaning up.
     """
-    if cfg.env:
-        cfg = cfg.replace(env=portable(cfg.env))  # a relative file must be found by every process, and after --load
+    cfg = with_absolute_paths(cfg)
     check_environment(cfg)
     source = CheckpointStore.open_run(cfg.load) if cfg.load else None
     start = source.step if source else 0
@@ -65,18 +60,35 @@ def train(cfg: Config) -> int:
                 scratch(warden) as temp_dir,
                 Cluster(bundles(cfg), namespace=run.path.name, temp_dir=temp_dir) as cluster,
             ):
-                first, last = asyncio.run(_run(run.config, cluster, run, progress, source))
+                asyncio.run(_run(run.config, cluster, run, progress, source))
         except BaseException as error:
             how_to_go_on(run, progress, error)
             raise
-        report(run, progress, first, last)
+        report(run, progress)
     return 0
 
 
+def with_absolute_paths(cfg: Config) -> Config:
+    """What is given relative to this folder must be found by every process, and after ``--load`` from another."""
+    changes = {name: str(Path(getattr(cfg, name)).absolute()) for name in PATHS if getattr(cfg, name) is not None}
+    hooks = {name: portable(getattr(cfg, name)) for name in HOOKS if getattr(cfg, name)}
+    sets = tuple((name, str(Path(path).absolute())) for name, path in cfg.eval_prompt_data)
+    return cfg.replace(**changes, **hooks, eval_prompt_data=sets)
+
+
 def check_environment(cfg: Config) -> None:
-    """Make the environment once, here, so that a wrong name or a broken file is reported before anything starts."""
+    """Make and reset the environment once, here, so that what is wrong with it is said before anything starts."""
     if cfg.env or cfg.prompt_data:
-        make_env(*cfg.env_spec(), tool_timeout=cfg.tool_timeout).close()
+        env = make_env(*cfg.env_spec(), tool_timeout=cfg.tool_timeout)
+        try:
+            if cfg.custom_generate_function_path is None:  # such a function may never call the environment
+                env.reset(seed=cfg.seed)
+        except AgentRLError:
+            raise
+        except Exception as error:  # the author's own code
+            raise EnvError(f"the first reset of {cfg.env or cfg.prompt_data} failed: {describe(error)}") from error
+        finally:
+            env.close()
 
 
 def bundles(cfg: Config) -> list[Bundle]:
@@ -90,7 +102,7 @@ def bundles(cfg: Config) -> list[Bundle]:
 
 async def _run(
     cfg: Config, cluster: Cluster, run: RunDir, progress: Progress, source: Checkpoint | None
-) -> tuple[Evaluation | None, Evaluation | None]:
+) -> None:
     rollout: RolloutGroup | None = None
     checkpoints = CheckpointStore(run.checkpoints, keep_last=cfg.keep_last)
     with terminate_on_sigterm():
@@ -103,13 +115,12 @@ async def _run(
                 progress.stage(f"loading the checkpoint after step {source.step}")
                 await source.load(trainer=trainer, rollout=rollout)
                 start = source.step
-            evaluations = await training_loop(
+            await training_loop(
                 cfg, start=start, trainer=trainer, rollout=rollout, checkpoints=checkpoints, run=run, progress=progress
             )
             if cfg.save_hf:
                 progress.stage("exporting the model")
                 await trainer.save_hf(Path(cfg.save_hf))
-            return evaluations
         finally:
             progress.stage("stopping")
             if rollout is not None:
@@ -147,39 +158,6 @@ def start_actors(cfg: Config, cluster: Cluster, run: RunDir) -> tuple[TrainerGro
     )
 
 
-@contextlib.contextmanager
-def terminate_on_sigterm() -> Iterator[None]:
-    """SIGTERM cancels the run like Ctrl-C does, and ends with exit code 143."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    asked = False
-
-    def stop() -> None:
-        nonlocal asked
-        asked = True
-        if task is not None:
-            task.cancel()
-
-    loop.add_signal_handler(signal.SIGTERM, stop)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if asked:
-            raise Terminated("asked to end (SIGTERM)") from None
-        raise
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
-
-
-def write_log_to(path: Path, level: str) -> None:
-    """Send this process's log to a file, not to the terminal that shows the progress."""
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logger = logging.getLogger("agentrl")
-    logger.handlers = [handler]
-    logger.propagate = False
-    logger.setLevel(level.upper())
-
-
 def how_to_go_on(run: RunDir, progress: Progress, error: BaseException) -> None:
     """After a failure or an interruption: what is saved, and what to type."""
     log.error("the run ended early", exc_info=error)
@@ -190,16 +168,19 @@ def how_to_go_on(run: RunDir, progress: Progress, error: BaseException) -> None:
         progress.log(Text(f"nothing was saved yet; logs are in {shown(run.logs)}"))
 
 
-def report(run: RunDir, progress: Progress, first: Evaluation | None, last: Evaluation | None) -> None:
+def report(run: RunDir, progress: Progress) -> None:
     """The closing words: before and after, an episode of each, where everything lies, what to type next."""
     figure = run.plot_reward()
-    if first is not None and last is not None and last.step > first.step:
-        pair = telling_pair(first.episodes, last.episodes)
+    evaluations = list(run.evaluations())
+    if len(evaluations) > 1:
+        first, last = evaluations[0], evaluations[-1]
+        name = next(iter(last["sets"]))
+        episodes = [list(run.store.read(f"eval-{name}", step=e["step"])) for e in (first, last)]
+        pair = telling_pair(*episodes)
         if pair is not None:
             progress.log(episode_panel(pair[0], f"a held-out task before training ({pair[0].task.task_id})"))
-            progress.log(episode_panel(pair[1], f"the same task after {last.step} steps"))
-        rows = [(name, first.summaries[name], last.summaries[name]) for name in last.summaries]
-        progress.log(before_after(rows))
+            progress.log(episode_panel(pair[1], f"the same task after {last['step']} steps"))
+        progress.log(before_after([(n, first["sets"][n], last["sets"][n]) for n in last["sets"] if n in first["sets"]]))
     folder = shown(run.path)
     places = {"run folder": folder, "reward curve": shown(figure)}
     if run.config.tensorboard:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sockets import command_line
 
 from agentrl.warden import Proc, descendants, is_running
 
@@ -66,7 +67,7 @@ class Command:
         """Processes still running, and temporary folders still there, after at most ``seconds``."""
         deadline = time.monotonic() + seconds
         while True:
-            left = [f"{p.pid} {_command_line(p.pid)}" for p in self.seen if is_running(p)]
+            left = [f"{p.pid} {command_line(p.pid)}" for p in self.seen if is_running(p)]
             left += [str(path) for path in self.temp.glob("*")]
             if not left or time.monotonic() > deadline:
                 return left
@@ -82,13 +83,6 @@ class Command:
                 self.process.wait(10)
         self._output.close()
         shutil.rmtree(self.temp, ignore_errors=True)
-
-
-def _command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:120]
-    except OSError:
-        return "?"
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """``agentrl train`` on the real stack: Ray, SGLang, router, Megatron, at the smallest size."""
 
+import ipaddress
 import json
 import signal
 from collections import Counter
@@ -7,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sockets import command_line, environment, listening, status_without_key
 
 from agentrl.data.store import TrajectoryStore
+from agentrl.warden import is_running, send_signal
 
 SMALL = ["--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "40"]
 
@@ -110,3 +113,110 @@ def test_an_env_that_always_raises_ends_the_run_with_its_error(start, tmp_path):
     assert "the database is gone" in command.text and "8 of 8 episodes" in command.text
     assert "Traceback" not in command.text
     assert command.left_behind() == []
+
+
+def test_a_killed_engine_costs_only_time_and_every_socket_is_closed_to_strangers(start, tmp_path):
+    run = tmp_path / "run"
+    command = start(
+        "train", "--env", "search", *SMALL, "--num-rollout", "5000", "--save-interval", "0", "--eval-interval", "0",
+        "--output-dir", str(run),
+    )  # fmt: skip
+    command.wait_until(lambda: (run / "metrics.jsonl").is_file() and len(metrics(run)) >= 2)
+    check_closed(command, run)
+
+    (server,) = [p for p in command.seen if is_running(p) and "agentrl.rollout.sglang_server" in command_line(p.pid)]
+    send_signal(server, signal.SIGKILL)
+    command.wait_until((run / "logs" / "engine-0-restart-1.log").is_file)
+    at = len(metrics(run))
+    command.wait_until(lambda: len(metrics(run)) >= at + 3)
+    command.signal(signal.SIGINT)
+    assert command.wait(60) == 130, command.text[-3000:]
+
+    steps = [m for m in metrics(run) if "train/loss" in m]
+    assert [m["step"] for m in steps] == list(range(1, len(steps) + 1))
+    assert max(m["train/logprob_abs_diff_mean"] for m in steps) < 1e-5
+    assert sum(m["rollout/errors"] for m in steps) == 0
+    store = TrajectoryStore(run / "trajectories")
+    episodes = [t for step in range(len(steps)) for t in store.read("train", step=step)]
+    assert len({t.trajectory_id for t in episodes}) == len(episodes) == len(steps) * 8
+    assert command.left_behind() == []
+
+
+def check_closed(command, run: Path) -> None:
+    """All sockets of the run listen on loopback and refuse who has no key; keys are in no argument and no log.
+
+    One exception, which sglang-router offers no key for and no way to switch off: its counters, on loopback.
+    """
+    pids = [p.pid for p in command.seen if is_running(p)]
+    addresses = listening(pids)
+    assert addresses
+    assert all(ipaddress.ip_address(host).is_loopback for host, _ in addresses), addresses
+    open_to_all = []
+    counters = listening([pid for pid in pids if "agentrl.rollout.router" in command_line(pid)])
+    for host, port in addresses:
+        for path in ("/metrics", "/flush_cache", "/workers", "/server_info"):
+            status = status_without_key(host, port, path)
+            if status is None:
+                break  # speaks no HTTP
+            if status < 400:
+                open_to_all.append((host, port))
+                break
+    assert set(open_to_all) <= counters and len(open_to_all) <= 1, open_to_all
+    keys = {
+        value
+        for pid in pids
+        for name, _, value in (entry.partition("=") for entry in environment(pid))
+        if name in ("AGENTRL_API_KEY", "RAY_AUTH_TOKEN") and value
+    }
+    assert keys, "no key found to look for"
+    for key in keys:
+        assert not [pid for pid in pids if key in command_line(pid)]
+        for log in [*(run / "logs").iterdir(), command.log, *command.temp.rglob("*.log"), *command.temp.rglob("*.out")]:
+            assert key not in log.read_text(errors="replace"), log
+
+
+def test_prompt_data_with_a_reward_of_ones_own_and_a_kl_loss_exports_a_model(start, tmp_path):
+    (tmp_path / "tasks.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"Say {word}.", "label": word}) + "\n" for word in ("yes", "no", "maybe", "so"))
+    )
+    (tmp_path / "reward.py").write_text("def length(text, answer):\n    return len(text) % 7 / 7\n")
+    model = tmp_path / "model"
+    command = start(
+        "train", "--prompt-data", "tasks.jsonl", "--custom-rm-path", "reward.py:length", *SMALL, "--num-rollout", "2",
+        "--num-steps-per-rollout", "2", "--use-kl-loss", "--kl-loss-coef", "0.1", "--pause-mode", "in_place",
+        "--weight-sync-transport", "disk", "--eval-interval", "0", "--save-interval", "0", "--save-hf", str(model),
+        "--output-dir", "run",
+    )  # fmt: skip
+    assert command.wait() == 0, command.text[-3000:]
+    steps = [m for m in metrics(tmp_path / "run") if "train/loss" in m]
+    assert [m["train/steps"] for m in steps] == [2, 2]
+    assert steps[0]["train/kl_loss"] >= 0 and steps[1]["train/kl_loss"] > 0
+    assert steps[1]["train/logprob_abs_diff_mean"] < 1e-5
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in model.iterdir()}
+    assert command.left_behind() == []
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["--tensor-model-parallel-size", "2"],
+        ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+        ["--pipeline-model-parallel-size", "2"],
+        ["--actor-num-gpus-per-node", "2"],
+        ["--actor-num-gpus-per-node", "2", "--use-distributed-optimizer"],
+        ["--rollout-num-engines", "2"],
+    ],
+    ids=lambda layout: "-".join(word.strip("-") for word in layout),
+)
+def test_every_layout_trains_saves_and_goes_on(start, tmp_path, layout):
+    run = tmp_path / "run"
+    flags = ["--env", "search", *SMALL, "--eval-interval", "0", "--save-interval", "1", *layout]
+    command = start("train", *flags, "--num-rollout", "2", "--output-dir", str(run))
+    assert command.wait() == 0, command.text[-3000:]
+    again = start("train", "--load", str(run), "--num-rollout", "3")
+    assert again.wait() == 0, again.text[-3000:]
+    steps = [m for m in metrics(run) if "train/loss" in m]
+    assert [m["step"] for m in steps] == [1, 2, 3]
+    assert max(m["train/logprob_abs_diff_mean"] for m in steps) < 1e-5
+    assert again.left_behind() == []

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from agentrl.errors import CheckpointError
+from agentrl.errors import CheckpointError, StorageError
 from agentrl.trainer import checkpoint as module
 from agentrl.trainer.checkpoint import CheckpointStore
 
@@ -115,7 +115,7 @@ def test_the_only_good_one_stays_when_a_save_fails(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "flush", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(StorageError, match="disk is full"):
         save(store, 2)
     monkeypatch.undo()
     assert store.newest().step == 1

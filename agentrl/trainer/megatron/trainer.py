@@ -21,7 +21,7 @@ from torch import Tensor
 from agentrl.errors import ConfigError
 from agentrl.trainer import packing
 from agentrl.trainer.batch import MicroBatch, TrainBatch
-from agentrl.trainer.loss import SUMS, LossOptions, metrics_from_sums, token_loss
+from agentrl.trainer.loss import MISMATCH, SUMS, LossOptions, metrics_from_sums, token_loss
 from agentrl.trainer.megatron import cpu
 
 cpu.install()
@@ -159,6 +159,8 @@ class MegatronTrainer:
         reports = [self._train_step(batch, step, current_is_old) for step in steps]
         seconds = time.perf_counter() - prepared
         metrics = {name: float(np.mean([r[name] for r in reports])) for name in reports[0]}
+        # Engine against trainer can be compared only before the first update moves the weights.
+        metrics |= {name: reports[0][name] for name in MISMATCH}
         totals = ("train/sampled_tokens", "train/steps_skipped", "train/micro_batches")
         metrics |= {name: sum(r[name] for r in reports) for name in totals}
         return metrics | {
