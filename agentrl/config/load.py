@@ -104,6 +104,8 @@ def _run_layer(config_class: type, layers: list[Given]) -> Given | None:
     path = _last(layers, option)
     if path is None:
         return None
+    if config_class is Config and not Path(path).expanduser().exists():
+        raise ConfigError(f"--load: no such run folder or checkpoint: {path}")
     folder = run_folder_of(path)
     if folder is None:
         if config_class is EvalConfig:

@@ -33,6 +33,12 @@ NOT_AVAILABLE = {
 }
 """Flags (without dashes) that users of slime know and that later versions will take, with what they are for."""
 
+ONLY_IN_TRAINING = {
+    "rollout-top-p": "evaluation samples from the whole distribution; set --eval-temperature",
+    "top-p": "evaluation samples from the whole distribution; set --eval-temperature",
+}
+"""Flags that ``agentrl eval`` does not take, with what to know instead."""
+
 RENAMED = {
     "bf16": "--dtype bf16",
     "fp16": "--dtype bf16",
@@ -49,7 +55,8 @@ RENAMED = {
     "batch-size": "--rollout-batch-size",
     "group-size": "--n-samples-per-prompt",
     "max-steps": "--num-rollout",
-    "temperature": "--rollout-temperature",
+    "temperature": ("--rollout-temperature", "--eval-temperature"),
+    "rollout-temperature": "--eval-temperature",
     "top-p": "--rollout-top-p",
     "disable-grpo-std-normalization": "--no-grpo-std-normalization",
     "env-args": "--env-arg",
@@ -58,13 +65,22 @@ RENAMED = {
     "limit": "--eval-tasks",
     "wandb": "--use-wandb",
 }
-"""Names of the same thing elsewhere (slime, Megatron, TRL), with the flag to use here."""
+"""Names of the same thing elsewhere (slime, Megatron, TRL), with the flag to use here; of several the first that
+the command takes."""
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """The candidate most like ``name``, or None when nothing is close."""
     found = difflib.get_close_matches(name.lower(), list(candidates), n=1, cutoff=0.6)
     return found[0] if found else None
+
+
+def _renamed(bare: str, known: list[str]) -> str | None:
+    """The flag to use for ``bare``: of several names, one that is among ``known``."""
+    names = RENAMED.get(bare, ())
+    if isinstance(names, str):
+        return names
+    return next((name for name in names if name[2:] in known), None)
 
 
 def unknown_message(given: str, bare: str, candidates: Iterable[str], *, as_flag: bool) -> str:
@@ -79,10 +95,13 @@ def unknown_message(given: str, bare: str, candidates: Iterable[str], *, as_flag
     noun = "flag" if as_flag else "key"
     if bare in NOT_AVAILABLE:
         return f"{given}: {NOT_AVAILABLE[bare]} is not available yet in this version."
-    if bare in RENAMED:
-        right = RENAMED[bare] if as_flag else RENAMED[bare].lstrip("-").replace("-", "_")
-        return f"Unknown {noun} {given}. Use {right}."
-    close = nearest(bare, candidates)
+    known = list(candidates)
+    if bare in ONLY_IN_TRAINING and "rollout-top-p" not in known and "split" in known:
+        return f"{given}: {ONLY_IN_TRAINING[bare]}."
+    right = _renamed(bare, known)
+    if right is not None:
+        return f"Unknown {noun} {given}. Use {right if as_flag else right.lstrip('-').replace('-', '_')}."
+    close = nearest(bare, known)
     if close is None:
         return f"Unknown {noun} {given}. `--help` lists all of them."
     return f"Unknown {noun} {given}. Did you mean {'--' + close if as_flag else close.replace('-', '_')}?"

@@ -39,7 +39,7 @@ class EnvironmentOptions:
     metadata_key: str | None = None
     """Field of a task line that is handed to the reward function as it is."""
     apply_chat_template: bool = True
-    """Put string prompts into the model's chat template as one user message."""
+    """Put string prompts into the model's chat template as one user message; otherwise they are sent as they are."""
     rm_type: Literal["exact_match", "f1", "math"] = "exact_match"
     """Reward of prompt data, from the library."""
     custom_rm_path: str | None = None
@@ -49,21 +49,28 @@ class EnvironmentOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LimitOptions:
-    """Sampling and limits of an episode"""
+class SamplingOptions:
+    """Sampling in training"""
 
     rollout_temperature: Annotated[float, Range(low=0.0, low_open=True)] = 1.0
     """Sampling temperature in training; log-probabilities are of the softmax at this temperature."""
     rollout_top_p: Annotated[float, Range(low=0.0, high=1.0, low_open=True)] = 1.0
     """Nucleus sampling. Training takes 1 only: log-probabilities are those before truncation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitOptions:
+    """Limits of an episode"""
+
     rollout_max_response_len: Positive = 1024
     """Most tokens of one model turn."""
     rollout_max_context_len: Positive = 8192
     """Most tokens of an episode: prompt, model turns and tool output together."""
     max_turns: Positive = 8
     """Most model turns of an episode; the smaller of this and the environment's own limit counts."""
-    max_tool_output_tokens: Positive = 1024
-    """Most tokens of the observation that one step adds; the rest is cut, with a visible mark."""
+    max_tool_output_tokens: Positive | None = None
+    """Most tokens of observations over the whole episode; one more ends it, with the stop reason `max_tool_output`.
+    Unset: only --rollout-max-context-len counts. A single result is cut by the environment's own `max_tool_output`."""
     episode_timeout: Seconds = 600.0
     """Wall time of one episode in seconds."""
     tool_timeout: Seconds | None = None
@@ -229,7 +236,7 @@ class ParallelOptions:
     pipeline_model_parallel_size: Positive = 1
     """Ranks that share the stack of layers."""
     context_parallel_size: Positive = 1
-    """Ranks that share each sequence."""
+    """Ranks that share each sequence; only 1 is available yet."""
     expert_model_parallel_size: Positive = 1
     """Ranks that share the experts of a mixture-of-experts model."""
     sequence_parallel: bool = False
@@ -336,6 +343,7 @@ class Config(
     ParallelOptions,
     OptimizerOptions,
     AlgorithmOptions,
+    SamplingOptions,
     LimitOptions,
     LoopOptions,
     EngineOptions,
@@ -372,6 +380,7 @@ class EvalConfig(_Resolved, PassedOn, RunOptions, EvaluationOptions, LimitOption
     """
 
     run: PathText | None = None
-    """Training run whose newest checkpoint is evaluated, with that run's environment and limits."""
+    """Training run whose newest checkpoint is evaluated, with that run's environment and limits; in place of
+    --hf-checkpoint."""
     split: str = "test"
     """Split to evaluate. The training split is taken only when it is asked for by name."""

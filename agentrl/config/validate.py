@@ -28,6 +28,8 @@ def validate(config: Config | EvalConfig, explicit: Mapping[str, str] | None = N
         problems += _environment(config, explicit or {})
         problems += _lengths(config)
         problems += _model(config)
+        if isinstance(config, EvalConfig):
+            problems += _evaluated(config, explicit or {})
         if isinstance(config, Config):
             problems += _batch(config)
             problems += _sampling(config)
@@ -78,10 +80,12 @@ def _described(option: Option) -> str:
 
 
 def _environment(config: Config | EvalConfig, explicit: Mapping[str, str]) -> Iterator[str]:
-    if not config.env and config.prompt_data is None:
+    files_alone = isinstance(config, EvalConfig) and bool(config.eval_prompt_data)
+    if not config.env and config.prompt_data is None and not files_alone:
+        alone = ", or --eval-prompt-data NAME FILE" if isinstance(config, EvalConfig) else ""
         yield (
             "No environment: give --env NAME (`agentrl env list` shows them), --env path/to/file.py:Class, or "
-            "--prompt-data FILE."
+            f"--prompt-data FILE{alone}."
         )
     if config.env and config.prompt_data is not None:
         yield (
@@ -107,6 +111,19 @@ def _environment(config: Config | EvalConfig, explicit: Mapping[str, str]) -> It
         yield f"{explicit['rm_type']} and --custom-rm-path exclude each other: there is one reward."
     for name in ("custom_rm_path", "custom_generate_function_path", "data_source_path"):
         yield from _import_path("--" + name.replace("_", "-"), getattr(config, name, None))
+
+
+def _evaluated(config: EvalConfig, explicit: Mapping[str, str]) -> Iterator[str]:
+    """One model, and no option about tasks that are not there."""
+    if config.run is not None and "hf_checkpoint" in explicit:
+        yield (
+            f"--run {config.run} and {explicit['hf_checkpoint']} {config.hf_checkpoint} exclude each other: the model "
+            "is the run's newest checkpoint. To evaluate another model, leave --run out and name the environment."
+        )
+    if not config.env and config.prompt_data is None:
+        for name in ("env_args", "split"):
+            if name in explicit:
+                yield f"{explicit[name]} has no effect without --env or --prompt-data."
 
 
 def _import_path(flag: str, spec: str | None) -> Iterator[str]:
@@ -248,6 +265,12 @@ def _layout(config: Config) -> Iterator[str]:
         config.pipeline_model_parallel_size,
         config.context_parallel_size,
     )
+    if context > 1:
+        yield (
+            f"--context-parallel-size {context} is not available yet: splitting a sequence needs TransformerEngine's "
+            "attention, which the trainer does not use so far. Leave it at 1."
+        )
+        return
     if config.world_size % config.model_parallel_size:
         yield (
             f"The trainer has --actor-num-nodes {config.actor_num_nodes} × --actor-num-gpus-per-node "

@@ -248,7 +248,8 @@ class RunDir:
 
 def _new_folder(base: Path, config: Any) -> Path:
     """Make ``<base>/<env>-<date>-<n>`` with the first free n."""
-    label = env_label(config.env) if config.env else env_label(Path(config.prompt_data).stem)
+    # Without an environment or task file of its own, an evaluation is of held-out files alone.
+    label = env_label(config.env or Path(config.prompt_data or config.eval_prompt_data[0][1]).stem)
     kind = "" if hasattr(config, "num_rollout") else "eval-"
     stem = f"{kind}{label}-{time.strftime('%Y%m%d')}"
     with storage_errors(base):

@@ -149,8 +149,9 @@ def test_a_command_is_accepted(page: Path, words: list[str], documented: Path):
     else:
         importlib.import_module(f"agentrl.cli.{command}").run(argv)
     if config is not None and "--config" not in argv:
-        spec, arguments = config.env_spec()
-        agentrl.make(spec, **arguments).close()
+        held_out = [config.prompt_env_spec(path) for _, path in config.eval_prompt_data]
+        for spec, arguments in [config.env_spec(), *held_out] if config.env or config.prompt_data else held_out:
+            agentrl.make(spec, **arguments).close()
     for flag, load in (("--custom-generate-function-path", _generate), ("--custom-rm-path", agentrl.rewards.load)):
         if flag in argv:
             assert callable(load(argv[argv.index(flag) + 1]))

@@ -109,6 +109,7 @@ def test_tool_errors():
         (["--env", "search", "--eval-prompt-data", "sums", "tasks.jsonl"], {"search": 3, "sums": 2}),
         (["--prompt-data", "tasks.jsonl", "--eval-prompt-data", "sums", "tasks.jsonl"], {"sums": 2}),
         (["--prompt-data", "tasks.jsonl", "--env-arg", "test_fraction=1.0"], {"tasks.jsonl": 2}),
+        (["--eval-prompt-data", "sums", "tasks.jsonl"], {"sums": 2}),
     ],
 )
 def test_held_out_sets(flags, sets, documented: Path):
