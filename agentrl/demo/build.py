@@ -170,7 +170,7 @@ def build(out: Path, seed: int, recipe: Recipe) -> dict[str, Any]:
     save_tokenizer(out)
     tokenizer = AutoTokenizer.from_pretrained(out)
     model = new_model(tokenizer, seed)
-    record: dict[str, Any] = {"seed": seed, "recipe": asdict(recipe), "held_out": {}}
+    record: dict[str, Any] = {"seed": seed, "recipe": json.loads(json.dumps(asdict(recipe))), "held_out": {}}
     for number, phase in enumerate(recipe.phases):
         train_phase(model, tokenizer, phase, recipe, seed * 100 + number)
         if phase.habits is not None:

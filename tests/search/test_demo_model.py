@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -205,3 +206,24 @@ def test_the_build_runs_and_gives_the_same_model_again(tmp_path: Path):
     assert one.dtype == torch.bfloat16
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert {path.name for path in (tmp_path / "one").iterdir()} == {path.name for path in MODEL_DIR.iterdir()}
+
+
+def test_the_shipped_model_was_built_by_the_recipe_and_starts_where_it_should():
+    from agentrl.demo.build import Recipe
+
+    record = json.loads((MODEL_DIR / "build.json").read_text(encoding="utf-8"))
+    assert record["recipe"] == json.loads(json.dumps(dataclasses.asdict(Recipe())))
+    skill, start = record["held_out"]["skill"], record["held_out"]["habit"]
+    assert skill["greedy"]["all"] >= 0.97
+    assert 0.30 <= start["greedy"]["all"] <= 0.48
+    assert 0.15 <= start["temperature 1"]["2-hop"] <= 0.30
+
+
+def test_the_shipped_model_searches_once_and_answers():
+    from agentrl.demo.rehearsal import rehearse, success_rates
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL_DIR)
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL_DIR).float().eval()
+    rates = success_rates(rehearse(model, tokenizer, list(range(24))))
+    assert rates["1-hop"] >= 0.75 and rates["2-hop"] <= 0.2
+    assert 0.9 <= rates["searches"] <= 1.2 and rates["tokens"] < 200

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from pathlib import Path
@@ -43,6 +44,14 @@ def test_corpus_on_disk_in_both_forms(corpus: Path):
     (egypt,), (norway,) = found.search(["river Egypt", "capital of Norway"], 1)
     assert egypt.passage == Passage("n", "Nile", "The Nile is a river in Egypt.")
     assert norway.passage.contents == '"Oslo"\nOslo is the capital of Norway. Oslo lies on a fjord.'
+
+
+@pytest.mark.filterwarnings("error::ResourceWarning", "error::pytest.PytestUnraisableExceptionWarning")
+def test_no_file_stays_open(corpus: Path):
+    found = open_index(corpus)
+    assert titles(found.search(["river Egypt"], 1)[0]) == ["Nile"]
+    del found
+    gc.collect()
 
 
 def test_the_index_is_built_once_and_again_when_the_corpus_changes(corpus: Path, monkeypatch: pytest.MonkeyPatch):
