@@ -101,6 +101,19 @@ class ChatTemplate:
         self._prompts[key] = ids  # the most recent one last
         return ids
 
+    def raw_prompt(self, text: str) -> np.ndarray:
+        """int32 ``[n]``: ``text`` as it is, without the template; no special token is added.
+
+        The text is the user's own prompt, so control tokens written in it are control tokens.
+
+        Raises:
+            EnvError: the text is empty.
+        """
+        ids = self.encoder.encode(text.encode("utf-8", "replace").decode("utf-8"))
+        if not len(ids):
+            raise EnvError("a prompt without chat template is empty; give at least one token of text")
+        return ids
+
     def extension(
         self,
         prev_assistant: Message,
@@ -133,15 +146,16 @@ class ChatTemplate:
             return ids[1:]
         return ids
 
-    def text(self, sampled: np.ndarray) -> str:
+    def text(self, sampled: np.ndarray, opening: str | None = None) -> str:
         """The sampled text as parsers and environments get it.
 
-        Without the end-of-turn token, and with the reasoning tag that the generation prompt opened.
+        Without the end-of-turn token, and with the reasoning tag that the prompt opened: ``opening``, or
+        the generation prompt's.
         """
         end = len(sampled)
         while end and int(sampled[end - 1]) in self._eos:
             end -= 1
-        return self.opening + self.encoder.decode(sampled[:end])
+        return (self.opening if opening is None else opening) + self.encoder.decode(sampled[:end])
 
     def history_message(self, text: str, parsed: Parsed, call_format: str) -> Message:
         """The assistant message that stands for ``text`` when the history is rendered again.
@@ -205,8 +219,13 @@ class ChatTemplate:
         return tuple(text for text, index in self.encoder.control_ids.items() if index in self._eos)
 
     def _opened_reasoning(self) -> str:
-        opened = _OPENED_REASONING.search(self._render([{"role": "user", "content": "u"}], None))
-        return opened.group() if opened else ""
+        return opened_reasoning(self._render([{"role": "user", "content": "u"}], None))
+
+
+def opened_reasoning(prompt: str) -> str:
+    """The reasoning tag that ``prompt`` ends with; empty when it ends with none."""
+    opened = _OPENED_REASONING.search(prompt)
+    return opened.group() if opened else ""
 
 
 def _load_tokenizer(path: str | os.PathLike[str]) -> Any:

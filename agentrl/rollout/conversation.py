@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.errors import ConfigError, EngineError
-from agentrl.rollout.chat import ChatTemplate
+from agentrl.errors import ConfigError, EngineError, EnvError
+from agentrl.rollout.chat import INLINE, ChatTemplate, opened_reasoning
 from agentrl.rollout.client import PolicyClient, new_rid
 from agentrl.rollout.ledger import TokenLedger
 from agentrl.rollout.sampling import for_turn
@@ -100,6 +100,7 @@ class Conversation:
         self._last: Turn | None = None  # the turn that the next observation follows
         self.last_turn: Turn | None = None
         self._earlier: tuple[str, ...] | None = None
+        self._opening: str | None = None  # of a prompt without template: the reasoning tag it ends with
 
     @property
     def num_turns(self) -> int:
@@ -116,17 +117,29 @@ class Conversation:
         return self._ledger.segments()
 
     def prompt(
-        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, stop: Sequence[str] = ()
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]] | None = None,
+        stop: Sequence[str] = (),
+        *,
+        raw: str | None = None,
     ) -> None:
         """Open the conversation.
 
+        Args:
+            raw: text to send in place of the rendered ``messages``, which then are for the record only.
+
         Raises:
             EpisodeEnd: ENV_ERROR when the prompt leaves no room for an answer.
-            EnvError: the template refuses the messages.
+            EnvError: the template refuses the messages, or ``raw`` is empty.
         """
         started = time.monotonic()
         self.messages, self._tools, self._stop = list(messages), tools, tuple(stop)
-        ids = self._chat.prompt(self.messages, tools)
+        if raw is None:
+            ids = self._chat.prompt(self.messages, tools)
+        else:
+            ids = self._chat.raw_prompt(raw)
+            self._opening = opened_reasoning(raw)
         self.encode_seconds += time.monotonic() - started
         if len(ids) >= self._limits.max_context_len:
             raise EpisodeEnd(
@@ -163,7 +176,7 @@ class Conversation:
         seconds = time.monotonic() - started
         self.engine_seconds += seconds
         self._ledger.append_sampled(generation)
-        text = self._chat.text(generation.tokens)
+        text = self._chat.text(generation.tokens, self._opening)
         parsed = self._parser.parse(text)
         message = self._chat.history_message(text, parsed, self._parser.name)
         self.messages.append(message)
@@ -188,12 +201,20 @@ class Conversation:
 
         Raises:
             EpisodeEnd: it does not fit into the context or the tool-output budget. What was sampled stays.
-            EnvError: the template refuses the messages.
+            EnvError: the template refuses the messages, or they need one after a prompt without it.
         """
         started = time.monotonic()
         last = self._last
         if last is None:
             raise ConfigError("observe() before generate(): give the first messages to prompt()")
+        if self._opening is not None:
+            if any(m["role"] != INLINE for m in messages):
+                roles = ", ".join(m["role"] for m in messages)
+                raise EnvError(
+                    f"messages with roles [{roles}] need the chat template, and the prompt was sent without it; "
+                    f"go on with messages of role {INLINE!r}, whose text is appended as it is"
+                )
+            self._opening = ""
         history = [*self.messages, *messages]
         ids = self._chat.extension(last.message, last.tokens, messages, self._tools, earlier=self._earlier)
         segment = ids is None

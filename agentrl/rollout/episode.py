@@ -25,7 +25,7 @@ from agentrl.types import Message, Outcome, SamplingParams, StopReason, Task, Tr
 
 __all__ = ["Episode", "EpisodeLimits", "run_episode"]
 
-_STEP_KEYS = frozenset({"messages", "tools", "stop", "stop_reason", "rewards", "success", "tool_calls"})
+_STEP_KEYS = frozenset({"messages", "tools", "stop", "raw_prompt", "stop_reason", "rewards", "success", "tool_calls"})
 
 
 async def run_episode(
@@ -91,6 +91,7 @@ class Episode:
         self._success: bool | None = None
         self._info: dict[str, Any] = {}
         self._end: EpisodeEnd | None = None
+        self._raw: tuple[list[Message], str] | None = None  # first messages, and the text to send for them
         call_format = getattr(env, "call_format", "auto")
         if call_format == "auto":
             call_format = chat.call_format
@@ -142,10 +143,21 @@ class Episode:
         self._keep({"rewards": context.rewards, "success": context.success})
         return last.cut_short or StopReason.DONE
 
-    def prompt(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, stop: Sequence[str]) -> None:
-        """Open the conversation."""
+    def prompt(
+        self, messages: Sequence[Message] | str, tools: list[dict[str, Any]] | None, stop: Sequence[str]
+    ) -> None:
+        """Open the conversation.
+
+        Text is sent as it is, without the chat template; so are the messages of a reset that came with
+        ``info["raw_prompt"]`` (``--no-apply-chat-template``).
+        """
+        raw = None
+        if isinstance(messages, str):
+            raw, messages = messages, [Message(role="user", content=messages)]
+        elif self._raw is not None and list(messages) == self._raw[0]:
+            raw = self._raw[1]
         try:
-            self.conversation.prompt(messages, tools, stop)
+            self.conversation.prompt(messages, tools, stop, raw=raw)
         except EpisodeEnd as end:
             self._end = end
             raise
@@ -180,6 +192,11 @@ class Episode:
         options = {"split": self.task.split, **self.task.options}
         observation, info = await self._call("reset", seed=self.task.seed, options=options)
         self._keep(info)
+        raw = info.get("raw_prompt")
+        if raw is not None:
+            if not isinstance(raw, str):
+                raise EnvError(f"info['raw_prompt'] must be the text to send, got {type(raw).__name__}")
+            self._raw = (list(info.get("messages") or [Message(role="user", content=observation)]), raw)
         return observation, info
 
     async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:

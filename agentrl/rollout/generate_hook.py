@@ -15,9 +15,11 @@ Example, the environment's own turns with a reminder before each::
 
     async def generate(ctx):
         observation, info = await ctx.reset()
-        ctx.prompt(info["messages"], info.get("tools"))
+        ctx.prompt(info["messages"], info.get("tools"), info.get("stop") or ())
         while True:
             turn = await ctx.generate()
+            if turn.cut_short:  # a budget ended the turn: there is no whole action to step with
+                return
             observation, reward, terminated, truncated, info = await ctx.step(turn.text)
             if terminated or truncated:
                 return
@@ -84,9 +86,16 @@ class GenerateContext:
         return await self._episode.step(action)
 
     def prompt(
-        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, stop: Sequence[str] = ()
+        self, messages: Sequence[Message] | str, tools: list[dict[str, Any]] | None = None, stop: Sequence[str] = ()
     ) -> None:
-        """Open the conversation; once an episode."""
+        """Open the conversation; once an episode.
+
+        Args:
+            messages: what the chat template is to render; or text, which is sent as it is. The first messages
+                of a reset with ``info["raw_prompt"]`` (``--no-apply-chat-template``) are sent as that text.
+            tools: function schemas for the template.
+            stop: strings at which a turn ends.
+        """
         self._episode.prompt(messages, tools, stop)
 
     async def generate(self) -> Turn:

@@ -98,7 +98,7 @@ class CheckpointStore:
         """
         path = Path(path)
         if not path.is_dir():
-            raise CheckpointError(f"--load {path}: no such folder; give a run folder or one of its checkpoints")
+            raise CheckpointError(f"run folder {path}: no such folder; give a run folder or one of its checkpoints")
         if _NAME.fullmatch(path.name):
             return cls(path.parent).open(path.name)
         return cls(_folder_of(path)).newest()
@@ -120,8 +120,7 @@ class CheckpointStore:
             refused.append(f"{name}: {reason}")
         found = "; ".join(refused) or "no step_* folder in it"
         raise CheckpointError(
-            f"no complete checkpoint in {self.root} ({found}). Restore one from a copy, or start the run "
-            "anew without --load"
+            f"no complete checkpoint in {self.root} ({found}). Restore one from a copy, or start a new run"
         )
 
     def open(self, name: str) -> Checkpoint:

@@ -73,8 +73,8 @@ class JsonlCorpus(Sequence[Passage]):
     def __init__(self, path: Path, offsets: np.ndarray) -> None:
         self.path = path
         self.offsets = offsets
-        self._file = path.open("rb")
-        self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        with path.open("rb") as file:  # the map outlives the file it was made from
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
