@@ -215,3 +215,9 @@ def test_a_server_that_hangs_is_given_up_in_time():
 def test_something_that_is_no_url_is_refused():
     with pytest.raises(ConfigError, match="expected http://host:port"):
         HttpRetriever("localhost:8000")
+
+
+def test_a_missing_server_package_is_named(corpus: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"starlette and uvicorn: pip install 'agentrl\[retriever\]'"):
+        create_app(LocalRetriever(open_index(corpus)))

@@ -6,6 +6,7 @@ Listens on loopback unless told otherwise, and then asks for a key.
 from __future__ import annotations
 
 import hmac
+import importlib.util
 import ipaddress
 import json
 import os
@@ -32,6 +33,7 @@ def create_app(retriever: Retriever, *, api_key: str | None = None, default_topk
     ``{"result": [[{"document": {"id", "contents"}, "score"}]]}``, or bare documents when scores are not wanted.
     Bad requests are answered 400 with ``{"error": text}``, a missing or wrong key 401.
     """
+    _check_installed()
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.responses import JSONResponse
@@ -109,6 +111,7 @@ class RetrievalServer:
     """
 
     def __init__(self, app: Any, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        _check_installed()
         import uvicorn
 
         self._socket = _listen(host, port)
@@ -200,6 +203,12 @@ def _index(corpus: str | Path | None, index_dir: str | Path | None, world_seed: 
     from agentrl.envs.search.dense import open_dense_index, sentence_encoder
 
     return open_dense_index(corpus, index_dir or f"{corpus}.dense", sentence_encoder(dense_model))
+
+
+def _check_installed() -> None:
+    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"serving retrieval needs {' and '.join(missing)}: pip install 'agentrl[retriever]'")
 
 
 def _is_loopback(host: str) -> bool:
