@@ -171,6 +171,7 @@ class WeightSync:
                 ),
             )
             await self._timed(run, "transfer", load)
+            await self._forget_prefixes(run)
             await self._continue(run, started)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -271,6 +272,10 @@ class WeightSync:
     async def _end(self, run: SyncRun) -> None:
         await self._each(run, lambda e: e.end_weight_update(timeout=self.deadlines.end))
         run.open.difference_update(run.active)
+        await self._forget_prefixes(run)
+
+    async def _forget_prefixes(self, run: SyncRun) -> None:
+        """Drop prefix caches of the old weights, where the update itself could not."""
         if self.pause_mode == "in_place":
             # Refused while requests are in flight; their prefixes then keep the old weights' cache.
             await self._each(run, lambda e: e.flush(timeout=self.deadlines.end))

@@ -92,14 +92,21 @@ def test_interrupted_run_ends_clean_and_says_how_to_go_on(start, tmp_path, numbe
 
 
 RAISING = '''
+import os
+
 import agentrl
 
 
 class Broken(agentrl.ToolEnv):
-    """It can be made, but no task can be had from it."""
+    """Its first task is there, then its database goes away."""
+
+    resets = 0
 
     def task(self, rng, split):
-        raise RuntimeError("the database is gone")
+        type(self).resets += 1
+        if type(self).resets > 1 or os.environ.get("RAY_JOB_ID"):
+            raise RuntimeError("the database is gone")
+        return "Say yes.", "yes"
 
     def reward(self, text, answer):
         return 0.0
