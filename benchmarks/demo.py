@@ -5,7 +5,8 @@ Runs ``agentrl train --env search`` with the embedded defaults, once a seed, and
     python benchmarks/demo.py --seeds 0 1 2
 
 Peak memory is the sum of the proportional set sizes (PSS: shared pages counted once) of the driver and all that
-descends from it, sampled every two seconds.
+descends from it, sampled every two seconds. Targets: at most 50 % before, at least 90 % after, under 10 minutes, first episode
+within 90 s, under 8 GB, engine and trainer within 1e-5 in log-probability.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def run_once(seed: int, folder: Path, extra: list[str]) -> dict[str, float]:
     }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--json", help="file for the figures")
@@ -88,7 +89,16 @@ def main() -> None:
     )
     if args.json:
         Path(args.json).write_text(json.dumps({"runs": results, "mean": mean}, indent=2) + "\n")
+    reached = (
+        mean["before"] <= 0.5
+        and mean["after"] >= 0.9
+        and mean["seconds"] < 600
+        and mean["first_episode_s"] < 90
+        and max(r["peak_pss_gb"] for r in results) < 8
+        and max(r["logprob_abs_diff_mean"] for r in results) < 1e-5
+    )
+    return 0 if reached else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
