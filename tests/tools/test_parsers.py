@@ -232,7 +232,9 @@ def test_any_json_in_a_call_is_a_call_or_an_error(value):
 def test_nothing_thought_is_executed(thought):
     for parser in (HERMES, TAGS):
         assert parser.parse(f"<think>{thought}</think>done").tool_calls == []
-        from_prompt = parser.parse(f"{thought}{call(query='x')}<search>x</search></think>done").tool_calls
+        # The prompt opened the block, so what is before a <think> of the model's own would count as said aloud.
+        opened_before = thought.replace("<think>", "").replace("<thinking>", "")
+        from_prompt = parser.parse(f"{opened_before}{call(query='x')}<search>x</search></think>done").tool_calls
         assert all(found.error is not None for found in from_prompt)
 
 
