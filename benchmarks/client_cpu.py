@@ -36,10 +36,12 @@ TARGET = 2.0
 TURNS = 4
 FIRST_WORDS, OBSERVED_WORDS, SAMPLED = 400, 40, 256
 
-TEMPLATE = """{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n' }}{%- for t in tools %}{{- t | tojson + '\\n' }}{%- endfor %}
+TEMPLATE = """{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n' }}
+{%- for t in tools %}{{- t | tojson + '\\n' }}{%- endfor %}
 {{- '<tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\\n' }}{%- endif %}
 {%- for m in messages %}
-{%- if m.role == 'tool' %}{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
+{%- if m.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
 {%- else %}{{- '<|im_start|>' + m.role + '\\n' + m.content }}
 {%- for c in m.tool_calls or [] %}{{- '\\n<tool_call>\\n{"name": "' + c.function.name + '", "arguments": ' }}
 {{- (c.function.arguments | tojson) + '}\\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}

@@ -1,6 +1,6 @@
 """The policy client: token ids in, token ids with log-probabilities and weight versions out.
 
-One aiohttp session a process, orjson, numpy arrays: this is the hot path of a rollout. An engine
+Kept-alive connections, orjson, numpy arrays: this is the hot path of a rollout. An engine
 that dies mid-request costs a trajectory time and nothing else: the request is sent again, under a new
 request id and, after a failure, a new routing key, so that a sticky router tries another engine.
 """
@@ -21,7 +21,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from agentrl.errors import ConfigError, EngineError
+from agentrl.errors import EngineError
+from agentrl.rollout.http import HttpPost
 from agentrl.rollout.sampling import request_fields
 from agentrl.types import Generation, SamplingParams, replace
 
@@ -86,16 +87,14 @@ class EngineClient:
         backoff: float = 0.1,
         max_backoff: float = 3.0,
     ) -> None:
-        if not base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"engine address {base_url!r} must start with http:// or https://")
         self._url = base_url.rstrip("/") + "/generate"
-        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        headers = {"Content-Type": "application/json"}
         if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+            headers["Authorization"] = f"Bearer {api_key}"
+        self._http = HttpPost(self._url, headers)
         self._max_concurrency = max_concurrency
         self._attempt_timeout = attempt_timeout
         self._backoff, self._max_backoff = backoff, max_backoff
-        self._session: Any = None
         self._slots: asyncio.Semaphore | None = None
         self._moves: OrderedDict[str, int] = OrderedDict()
         self.counters = ClientCounters()
@@ -108,9 +107,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """Close the connections. The client can be used again afterwards."""
-        if self._session is not None:
-            session, self._session = self._session, None
-            await session.close()
+        await self._http.close()
 
     def metrics(self) -> dict[str, float]:
         """The counters as one flat dict."""
@@ -222,23 +219,19 @@ class EngineClient:
 
     async def _exchange(self, payload: bytes, key: str, seconds: float) -> bytes:
         """The body of one answer with status 200."""
-        import aiohttp
-
-        session = self._session or self._open()
-        headers = {ROUTING_HEADER: key}
         try:
-            async with asyncio.timeout(seconds), session.post(self._url, data=payload, headers=headers) as answer:
-                content = await answer.read()
+            async with asyncio.timeout(seconds):
+                status, content = await self._http.post(payload, ROUTING_HEADER, key)
         except TimeoutError:
             raise _Retryable(f"no answer in {seconds:.1f} s") from None
-        except (aiohttp.ClientError, OSError) as error:
+        except OSError as error:
             raise _Retryable(f"{type(error).__name__}: {error}") from error
-        if answer.status == 200:
+        if status == 200:
             return content
         text = content[:2000].decode("utf-8", "replace")
-        if answer.status >= 500 or answer.status in _TRANSIENT:
-            raise _Retryable(f"HTTP {answer.status}: {text[:300]}")
-        raise EngineError(f"{self._url} refused the request with HTTP {answer.status}: {text}")
+        if status >= 500 or status in _TRANSIENT:
+            raise _Retryable(f"HTTP {status}: {text[:300]}")
+        raise EngineError(f"{self._url} refused the request with HTTP {status}: {text}")
 
     async def _pause(self, delay: float, deadline: float, timeout: float, reason: str) -> None:
         delay *= random.uniform(0.5, 1.0)
@@ -251,21 +244,6 @@ class EngineClient:
             f"{self._url} gave no answer within {timeout:g} s; last: {reason}. "
             f"See the engine's log; a longer deadline is --engine-timeout"
         )
-
-    def _open(self) -> Any:
-        import aiohttp
-
-        # uvicorn drops idle connections after 5 s; letting go first avoids racing it.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            headers=self._headers,
-            skip_auto_headers=("User-Agent", "Accept"),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
-            trust_env=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
-        return self._session
 
     def _key(self, key: str) -> str:
         moves = self._moves.get(key)

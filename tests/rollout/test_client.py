@@ -182,7 +182,7 @@ def test_no_server_at_all(run):
         async with FakeEngine(good(1)) as server:
             pass
         async with client_for(server) as client:
-            with pytest.raises(EngineError, match="ClientConnectorError"):
+            with pytest.raises(EngineError, match="ConnectionRefusedError"):
                 await ask(client, 0.3)
 
     run(go())
