@@ -101,13 +101,16 @@ class Bench:
         self._receiver = subprocess.Popen(
             [sys.executable, "-c", RECEIVER, str(port), str(self.nbytes)], stderr=subprocess.DEVNULL
         )
-        while self._bare.connect({"bare": 2}, 60.0)["bare"] != "formed":
-            time.sleep(0.1)
+        while (state := self._bare.connect({"bare": 2}, 60.0)["bare"]) == "waiting":
+            pass
+        if state != "formed":
+            raise RuntimeError(f"the bare pair could not form its group: {state}")
         self._flat = torch.ones(self.nbytes, dtype=torch.uint8)
 
     async def close(self) -> None:
         self._receiver.kill()
         self._receiver.wait()
+        self._bare.abort()
         await self.sync.close()
         await self.control.close()
 
