@@ -47,7 +47,7 @@ def load_object(spec: str, what: str = "object") -> Any:
     location, separator, name = spec.rpartition(":")
     if not separator or not location or not name:
         raise ConfigError(f"{what} {spec!r}: expected module:Name or path/to/file.py:Name.")
-    module = _load_file(location, what) if location.endswith(".py") else _load_module(location, what)
+    module = load_file(location, what) if location.endswith(".py") else _load_module(location, what)
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
@@ -68,7 +68,12 @@ def _load_module(name: str, what: str) -> ModuleType:
         raise
 
 
-def _load_file(location: str, what: str) -> ModuleType:
+def load_file(location: str, what: str = "file") -> ModuleType:
+    """The module in a Python file, loaded once a process.
+
+    Raises:
+        ConfigError: There is no such file. Errors of its own code pass through.
+    """
     path = Path(location).expanduser().resolve()
     if not path.is_file():
         raise ConfigError(f"{what}: there is no file {str(path)!r}.")

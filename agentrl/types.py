@@ -83,7 +83,11 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to attempt: what ``Env.reset`` gets. ``task_id`` is stable over runs and machines."""
+    """One thing to attempt. ``task_id`` is stable over runs and machines.
+
+    The episode loop resets with it: ``env.reset(seed=task.seed, options={"split": task.split, **task.options})``.
+    ``options["index"]`` is the number of a task of a finite split; without it the task is drawn from the seed.
+    """
 
     task_id: str
     seed: int

@@ -73,7 +73,9 @@ def _show(name: str, env_args: dict[str, Any]) -> int:
 def describe(env: Any, name: str) -> list[str]:
     """What there is to know of an environment, as lines of text."""
     cls = type(env.unwrapped)
-    lines = [f"{name}  ({cls.__module__}:{cls.__qualname__})", "", inspect.getdoc(cls) or "", ""]
+    lines = [f"{name}  ({cls.__module__}:{cls.__qualname__})", ""]
+    if cls.__doc__:  # its own: that of ToolEnv, which it would inherit, says nothing about it
+        lines += [inspect.cleandoc(cls.__doc__), ""]
     for split in env.unwrapped.splits:
         count = env.unwrapped.num_tasks(split)
         lines.append(f"split {split}: {'unlimited tasks' if count is None else f'{count} tasks'}")

@@ -57,17 +57,21 @@ def written(function: Function) -> Function:
 
 
 def taking_settings(init: Function) -> Function:
-    """A constructor that also takes the class's ``settings`` its signature does not name."""
+    """A constructor that also takes the class's ``settings`` its signature does not name.
+
+    The outermost one of an object ends with ``_made``, when every attribute is set.
+    """
     parameters = inspect.signature(init).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return init
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in self.settings:
+        for name in () if open_ended else self.settings:
             if name in kwargs and name not in parameters:
                 setattr(self, name, kwargs.pop(name))
         init(self, *args, **kwargs)
+        if type(self).__init__ is __init__:
+            self._made()
 
     return __init__
 

@@ -81,6 +81,8 @@ class Env(gymnasium.Env[str, str]):
             )
         for name, value in settings.items():
             setattr(self, name, value)
+        if type(self).__init__ is Env.__init__:
+            self._made()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -166,6 +168,9 @@ class Env(gymnasium.Env[str, str]):
             ConfigError: One has an impossible value.
         """
         require_number(self, "max_turns", at_least=1, whole=True)
+
+    def _made(self) -> None:
+        """Called when the constructor, the outermost one, is done."""
 
     def _before_reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         if self._phase == "closed":

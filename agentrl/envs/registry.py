@@ -20,7 +20,7 @@ from gymnasium.envs.registration import EnvSpec
 from agentrl._gymnasium import BUILT_IN
 from agentrl.envs.core import Env
 from agentrl.errors import ConfigError
-from agentrl.loading import is_spec, load_object, portable
+from agentrl.loading import is_spec, load_file, load_object, portable
 
 ENTRY_POINT_GROUP = "agentrl.envs"
 _NAME = re.compile(r"[A-Za-z][\w-]*\Z")
@@ -41,6 +41,9 @@ _registry: dict[str, EnvEntry] = {}
 
 def register(name: str, entry_point: str, **kwargs: Any) -> None:
     """Gives an environment a name, here and as ``agentrl/<name>-v0`` in Gymnasium.
+
+    The name holds in this process only. For the command line, publish it as an entry point of the group
+    ``agentrl.envs`` in your package, or give ``--env`` the ``module:Class`` itself.
 
     Args:
         name: Letters, digits, ``-`` and ``_``. Registering a name again replaces it.
@@ -78,6 +81,8 @@ def find(spec: str) -> EnvEntry:
     for point in _entry_points():
         if point.name == spec:
             return EnvEntry(spec, point.value)
+    if spec.removesuffix(":").endswith(".py"):
+        raise ConfigError(_class_missing(spec.removesuffix(":")))
     if spec in gymnasium.registry:
         return EnvEntry(spec, spec)
     if is_spec(spec) and not _GYM_ID.match(spec):
@@ -90,16 +95,40 @@ def find(spec: str) -> EnvEntry:
     )
 
 
-def make(spec: str, **kwargs: Any) -> Env:
+def _class_missing(path: str) -> str:
+    """What to say of a file without a class behind it: those that could be meant."""
+    module = load_file(path, "environment")
+    names = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, Env) and value.__module__ == module.__name__
+    ]
+    if not names:
+        return f"environment {path!r}: no subclass of agentrl.Env or agentrl.ToolEnv is defined in that file."
+    return (
+        f"environment {path!r} names no class: add :ClassName, as in {f'{path}:{names[0]}'!r}. "
+        f"Environments in the file: {', '.join(names)}."
+    )
+
+
+def make(spec: str | type[Env], **kwargs: Any) -> Env:
     """A new environment.
 
     Args:
-        spec: As in the head of this module.
+        spec: A name (``search``, of :func:`registered`), a Gymnasium id (``agentrl/search-v0``),
+            ``package.module:Class``, ``path/to/file.py:Class``, or a subclass of :class:`Env` itself.
         **kwargs: Arguments of its constructor, and the settings every environment takes (``max_turns``, ...).
 
     Raises:
         ConfigError: Unknown name, not an :class:`Env`, or an argument it does not take.
     """
+    if inspect.isclass(spec) and issubclass(spec, Env):
+        _check_arguments(spec, kwargs, spec.__name__)
+        env = spec(**kwargs)
+        env.spec = EnvSpec(id=f"agentrl/{spec.__name__}-v0", entry_point=spec, kwargs=kwargs)
+        return env
+    if not isinstance(spec, str):
+        raise ConfigError(f"expected the name of an environment or a subclass of agentrl.Env, got {spec!r:.80}.")
     entry = find(spec)
     if entry.entry_point in gymnasium.registry:
         env = gymnasium.make(entry.entry_point, **kwargs).unwrapped

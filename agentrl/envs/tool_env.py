@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from agentrl.envs.core import Env, checked_reward, require_number
+from agentrl.envs.judging import check_reward, reward_of
 from agentrl.errors import ConfigError, EnvError
 from agentrl.rewards import RewardSet
 from agentrl.tools.base import FunctionTool, Tool, ToolErrorType, ToolResult
@@ -60,7 +61,10 @@ class ToolEnv(Env):
     tasks: Mapping[str, Sequence[Any]] | None = None
     """Rows by split: what :meth:`task` would return. None: :meth:`task` makes them."""
     reward: Any = None
-    """A method ``reward(self, text, answer)``, a function, or a list of functions or (weight, function)."""
+    """A method ``reward(self, text, answer)``, a function, or a list of functions or (weight, function).
+
+    Needed, unless a tool rewards: an environment in which nothing can earn a reward cannot be made.
+    """
     system_prompt: str = ""
     """First message of every episode, if not empty."""
 
@@ -73,7 +77,8 @@ class ToolEnv(Env):
     invalid_call_reward: float = 0.0
     """Added for each malformed call, unknown tool or wrong argument; usually negative or 0."""
     success_reward: float = 1.0
-    """The episode is a success when its final reward reaches this."""
+    """The episode is a success when its final reward reaches this. A graded reward, such as ``f1``, almost never
+    reaches 1: lower it to what counts as solved."""
     answer_tag: str = "answer"
     """In a tag format that has this tag, its text is the answer."""
     result_tag: str = "information"
@@ -106,6 +111,19 @@ class ToolEnv(Env):
         require_number(self, "max_calls", at_least=1, whole=True)
         require_number(self, "invalid_call_reward", at_least=-1e9)
         require_number(self, "success_reward", at_least=-1e9)
+        check_reward(self)
+
+    def _made(self) -> None:
+        check_reward(self)
+
+    def judges_itself(self) -> bool:
+        """Whether a subclass takes the turns or makes the tools itself, and so may reward in its own way."""
+        own = type(self).__mro__[: type(self).__mro__.index(ToolEnv)]
+        return any(name in vars(cls) for cls in own for name in ("step", "astep", "make_tools"))
+
+    def listed_tools(self) -> list[Any]:
+        """What :meth:`make_tools` makes the tools of, as the author wrote it."""
+        return [*self.tools, *_method_tools(type(self))]
 
     # -- what authors define ---------------------------------------------------------------------
 
@@ -206,6 +224,11 @@ class ToolEnv(Env):
         index = (options or {}).get("index")
         if index is None:
             return int(self.np_random.integers(2**31 if count is None else count))
+        if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
+            raise ConfigError(
+                f"{type(self).__name__}.reset: options['index'] is {index!r:.60} ({type(index).__name__}); "
+                "the number of a task is expected, such as 3."
+            )
         if index < 0 or (count is not None and index >= count):
             limit = "" if count is None else f"; split {split!r} has {count}"
             raise ConfigError(f"{type(self).__name__} has no task {index}{limit}.")
@@ -314,12 +337,7 @@ class ToolEnv(Env):
 
     def _rewards(self) -> RewardSet:
         """Rewards as functions; a plain function set on the class is not a method and gets no ``self``."""
-        reward = vars(self).get("reward", inspect.getattr_static(type(self), "reward"))
-        if isinstance(reward, staticmethod):
-            reward = reward.__func__
-        elif inspect.isfunction(reward) and next(iter(inspect.signature(reward).parameters), "") == "self":
-            reward = reward.__get__(self)
-        return RewardSet(reward)
+        return RewardSet(reward_of(self))
 
 
 def _as_tool(entry: Any) -> Tool:

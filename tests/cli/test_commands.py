@@ -57,6 +57,22 @@ def test_env_show_describes_one(capsys):
     assert "split train:" in out and "split test:" in out and "tool search(query" in out and "[user]" in out
 
 
+def test_env_show_says_nothing_of_the_base_class(tmp_path, capsys):
+    (tmp_path / "bare.py").write_text(
+        "import agentrl\nclass Bare(agentrl.ToolEnv):\n    tasks = {'train': ['a'], 'test': ['b']}\n    reward = 'f1'\n"
+    )
+    assert main(["env", "show", f"{tmp_path}/bare.py:Bare"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[1:3] == ["", "split train: 1 tasks"] and "Subclasses set" not in out
+    assert main(["env", "show", f"{tmp_path}/bare.py"]) == 2
+    assert "add :ClassName" in capsys.readouterr().err
+
+
+def test_export_of_a_run_that_is_not_there_speaks_of_the_run(tmp_path, capsys):
+    assert main(["export", "--run", str(tmp_path / "no"), "--output-dir", str(tmp_path / "out")]) == 3
+    assert "run folder" in (err := capsys.readouterr().err) and "--load" not in err
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [

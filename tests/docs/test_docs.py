@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib.util
 import re
+import sys
 import tomllib
 import warnings
 from pathlib import Path
@@ -201,6 +202,16 @@ def test_make_targets_extras_and_modules_exist():
     assert set(re.findall(r"agentrl\[(\w+)\]", text)) <= set(extras)
     for module in re.findall(r"python -m (agentrl[\w.]*)", text):
         assert importlib.util.find_spec(module), module
+
+
+def test_packages_that_pages_import_are_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["train"]]
+    wanted += project["optional-dependencies"]["dev"]
+    declared = {re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in wanted}
+    python = "\n".join(block.code for page in PYTHON_PAGES for block in blocks(page) if block.language == "python")
+    imported = set(re.findall(r"^(?:from|import) (\w+)", python, re.M)) - {"agentrl", *sys.stdlib_module_names}
+    assert imported <= declared and "pandas" in imported
 
 
 # -- links -------------------------------------------------------------------------------------------

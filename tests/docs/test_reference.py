@@ -136,7 +136,8 @@ def test_the_tool_output_budget_is_of_the_whole_episode():
 
     class Talk(agentrl.ToolEnv):
         tools = [say]
-        tasks = {"train": ["Listen."], "test": ["Listen."]}
+        tasks = {"train": [("Listen.", "Done.")], "test": [("Listen.", "Done.")]}
+        reward = "exact_match"
 
     chat = ChatTemplate(MODEL_DIR)
 

@@ -2,7 +2,8 @@
 
 import agentrl
 
-PRICES = {"apple": 3, "bread": 4, "cheese": 9, "dates": 7, "eggs": 5, "flour": 2}
+PRICES = dict(apple=3, bread=4, cheese=9, dates=7, eggs=5, flour=2, grapes=8, honey=6, jam=4, kale=1, lemon=2)
+GOODS = {"train": list(PRICES)[:6], "test": list(PRICES)[6:]}  # a test never asks for what was trained on
 
 
 @agentrl.tool
@@ -20,7 +21,7 @@ class Shopping(agentrl.ToolEnv):
     tools = [price]
 
     def task(self, rng, split):
-        items = [str(item) for item in rng.choice(sorted(PRICES), size=3, replace=False)]
+        items = rng.choice(GOODS[split], size=3, replace=False)
         return f"What do {', '.join(items)} cost together?", sum(PRICES[item] for item in items)
 
     def reward(self, text, answer):

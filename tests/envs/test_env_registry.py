@@ -32,7 +32,7 @@ def test_every_form_of_name_makes_the_same_environment(guess_file):
     assert agentrl.make("guess", max_turns=5).max_turns == 5
     assert gymnasium.make("agentrl/guess-v0").unwrapped.max_turns == 3
     assert type(agentrl.make(f"{guess_file}:Guess")) is type(agentrl.make("guess"))
-    assert type(agentrl.make("agentrl.envs.tool_env:ToolEnv")) is agentrl.ToolEnv
+    assert type(agentrl.make("agentrl.envs.core:Env")) is agentrl.Env
 
 
 def test_a_gymnasium_registration_of_somebody_else(guess_file):
@@ -60,12 +60,36 @@ def test_entry_points_of_installed_packages(guess_file, monkeypatch):
         ("agentrl.envs.tool_env:_record", "not a subclass of agentrl.Env"),
         ("missing/file.py:Env", "missing/file.py'"),
         ("agentrl.envs:", "expected module:Name"),
+        ("missing/file.py", "there is no file"),
+        (3, "a subclass of agentrl.Env, got 3"),
+        (dict, "a subclass of agentrl.Env, got <class 'dict'>"),
     ],
 )
 def test_unknown_names_are_errors_with_the_nearest_one(spec, message):
     with pytest.raises(ConfigError) as caught:
         agentrl.make(spec)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("colon", ["", ":"])
+def test_a_file_without_a_class_names_those_in_it(guess_file, tmp_path, colon):
+    with pytest.raises(ConfigError) as caught:
+        agentrl.make(guess_file + colon)
+    assert f"add :ClassName, as in '{guess_file}:Guess'. Environments in the file: Guess, AsyncGuess." in str(
+        caught.value
+    )
+    (tmp_path / "empty_file.py").write_text("from agentrl import Env\n")
+    with pytest.raises(ConfigError, match="no subclass of agentrl.Env or agentrl.ToolEnv is defined"):
+        agentrl.make(f"{tmp_path}/empty_file.py")
+
+
+def test_a_class_is_made_as_it_is(guess_file):
+    cls = load_object(f"{guess_file}:Guess")
+    env = agentrl.make(cls, max_turns=2)
+    assert (type(env), env.max_turns) == (cls, 2)
+    assert type(gymnasium.make(env.spec).unwrapped) is cls
+    with pytest.raises(ConfigError, match="environment 'Guess' takes no argument 'max_turn'"):
+        agentrl.make(cls, max_turn=3)
 
 
 def test_unknown_and_missing_arguments(guess_file, tmp_path):

@@ -7,6 +7,7 @@ import json
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -91,6 +92,13 @@ def test_a_task_depends_on_split_and_index_alone():
     assert Ask().reset(seed=5)[1]["task_id"] == Ask().reset(seed=5)[1]["task_id"] != Ask().reset(seed=6)[1]["task_id"]
 
 
+@pytest.mark.parametrize("index", ["1", 1.0, True, [0]])
+def test_an_index_is_a_number(index):
+    with pytest.raises(ConfigError, match=r"options\['index'\] is .* number of a task is expected"):
+        Ask().reset(options={"index": index})
+    assert Ask().reset(options={"index": np.int64(3)}) == Ask().reset(options={"index": 3})
+
+
 @pytest.mark.parametrize(
     ("made", "row"),
     [
@@ -101,6 +109,8 @@ def test_a_task_depends_on_split_and_index_alone():
 )
 def test_what_a_task_may_be(made, row):
     class Made(ToolEnv):
+        reward = "exact_match"
+
         def task(self, rng, split):
             return made
 
@@ -116,6 +126,8 @@ def test_what_a_task_may_be(made, row):
 
 def test_a_task_of_no_known_form_is_the_authors_fault():
     class Made(ToolEnv):
+        reward = "exact_match"
+
         def task(self, rng, split):
             return 3
 
@@ -125,9 +137,12 @@ def test_a_task_of_no_known_form_is_the_authors_fault():
 
 def test_tasks_may_be_rows_and_async():
     class Rows(ToolEnv):
+        reward = "exact_match"
         tasks = {"train": [("a", "1"), ("b", "2")], "test": []}
 
     class Fetched(ToolEnv):
+        reward = "exact_match"
+
         async def task(self, rng, split):
             await asyncio.sleep(0)
             return "fetched"

@@ -53,9 +53,7 @@ class DenseIndex:
         query_prefix: put before each query (E5 models: ``"query: "``).
     """
 
-    def __init__(
-        self, vectors: np.ndarray, passages: JsonlCorpus, encoder: Encoder, *, query_prefix: str = ""
-    ) -> None:
+    def __init__(self, vectors: np.ndarray, passages: JsonlCorpus, encoder: Encoder, *, query_prefix: str = "") -> None:
         self._vectors = vectors
         self._passages = passages
         self._encoder = encoder

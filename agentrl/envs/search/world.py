@@ -130,9 +130,7 @@ class World:
     def __init__(self, seed: int = 0, *, num_people: int = NUM_PEOPLE) -> None:
         self.seed = seed
         rng = random.Random(f"agentrl-world-{seed}")
-        self.entities: dict[tuple[str, str], list[str]] = {
-            (kind, split): [] for kind in KINDS for split in SPLITS
-        }
+        self.entities: dict[tuple[str, str], list[str]] = {(kind, split): [] for kind in KINDS for split in SPLITS}
         for kind, all_names in _draw_names(rng, num_people).items():
             for name in all_names:
                 self.entities[kind, split_of(name)].append(name)

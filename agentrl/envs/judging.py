@@ -1,0 +1,77 @@
+"""Where the reward of a ``ToolEnv`` comes from, and whether there is one at all."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from typing import TYPE_CHECKING, Any
+
+from agentrl.errors import ConfigError
+from agentrl.tools.base import FunctionTool
+
+if TYPE_CHECKING:
+    from agentrl.envs.tool_env import ToolEnv
+
+_PLAIN = (str, bytes, int, float, bool, type(None), list, tuple, dict, set)
+"""What a tool may return that carries no reward."""
+
+
+def reward_of(env: ToolEnv) -> Any:
+    """The reward as its author wrote it: a method is bound to ``env``, a plain function stays as it is."""
+    if "reward" in vars(env):
+        return vars(env)["reward"]
+    owner = next(cls for cls in type(env).__mro__ if "reward" in vars(cls))
+    value = vars(owner)["reward"]
+    if inspect.isfunction(value):
+        return value.__get__(env) if _is_method(value, owner) else value
+    return getattr(env, "reward") if hasattr(value, "__get__") else value  # noqa: B009  static and class methods
+
+
+def _is_method(function: types.FunctionType, owner: type) -> bool:
+    """Whether ``function`` was defined in the body of ``owner``, not merely put there."""
+    first = next(iter(inspect.signature(function).parameters), "")
+    place, _, name = function.__qualname__.rpartition(".")
+    defined_there = (function.__module__, place) == (owner.__module__, owner.__qualname__) and name != "<lambda>"
+    return first == "self" or (defined_there and first != "text")
+
+
+def check_reward(env: ToolEnv) -> None:
+    """Refuses an environment in which nothing can ever earn a reward.
+
+    Raises:
+        ConfigError: No reward, and every tool is declared to return plain values.
+    """
+    reward = reward_of(env)
+    if reward is not None and not (isinstance(reward, (list, tuple)) and not reward):
+        return
+    if env.invalid_call_reward or env.judges_itself() or any(map(_may_reward, env.listed_tools())):
+        return
+    name = type(env).__name__
+    raise ConfigError(
+        f"{name} has no reward, so every episode would be worth 0. Define `def reward(self, text, answer)` in it, set "
+        "`reward` to a function or a name (exact_match, f1, math), or let a tool return "
+        "`agentrl.ToolResult(text, reward=...)` and declare that it does: `-> agentrl.ToolResult`."
+    )
+
+
+def _may_reward(tool: Any) -> bool:
+    """Whether a tool could return a :class:`ToolResult`; only a declared plain type says that it does not."""
+    if isinstance(tool, FunctionTool):
+        function = tool.function
+    elif inspect.isfunction(tool) or inspect.ismethod(tool):
+        function = tool
+    else:
+        function = (tool if inspect.isclass(tool) else type(tool)).__call__
+    try:
+        hint = typing.get_type_hints(function).get("return", Any)
+    except Exception:  # a name that is not defined here: nothing is known
+        return True
+    return not _is_plain(hint)
+
+
+def _is_plain(hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return all(map(_is_plain, typing.get_args(hint)))
+    return origin is typing.Literal or (origin or hint) in _PLAIN
