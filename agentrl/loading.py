@@ -9,6 +9,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 import threading
 from pathlib import Path
@@ -59,6 +60,9 @@ def load_object(spec: str, what: str = "object") -> Any:
 
 
 def _load_module(name: str, what: str) -> ModuleType:
+    # The `agentrl` command is a script elsewhere, so Python does not look where the person is.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

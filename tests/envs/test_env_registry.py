@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -134,3 +135,16 @@ def test_an_entry_means_the_same_in_another_process(example_spec, tmp_path, monk
         env={"PYTHONPATH": str(Path(agentrl.__file__).parent.parent)},
     )  # fmt: skip
     assert done.stdout.strip() == agentrl.make("shop").reset(seed=1)[1]["task_id"], done.stderr
+
+
+def test_a_package_of_the_current_folder_is_found_although_the_command_lies_elsewhere(tmp_path, monkeypatch):
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "__init__.py").touch()
+    (tmp_path / "my_package" / "my_env.py").write_text((Path(__file__).parent / "example_env.py").read_text())
+    code = "import sys; sys.path.remove(''); import agentrl; print(type(agentrl.make('my_package.my_env:Shopping')).__name__)"
+    root = str(Path(__file__).parents[2])
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert result.stdout.strip() == "Shopping", result.stderr
