@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 import torch
 
+from agentrl.errors import EngineError
 from agentrl.rollout.control import EngineControl
 from agentrl.rollout.engine import EngineProcess, EngineSpec
 from agentrl.rollout.engine_actor import PENDING, SERVING
@@ -233,7 +234,9 @@ async def test_pool_of_real_engines(
     """Two engines through the router; one is killed while requests run, one hangs in a sync."""
     monkeypatch.setenv("AGENTRL_TMPDIR", str(tmp_path / "scratch"))
     pool = EnginePool(spec, 2, log_dir=tmp_path, health_interval=0)
-    pool.attach(WeightSync(sender_of(weights, timeout=8.0), deadlines=Deadlines(bucket=8.0, resume=2.0, end=8.0)))
+    pool.attach(
+        WeightSync(sender_of(weights, timeout=8.0), deadlines=Deadlines(begin=6.0, bucket=8.0, resume=2.0, end=8.0))
+    )
     trees = []
     try:
         await pool.start()
@@ -305,9 +308,7 @@ async def stop_one_in_a_sync(pool: EnginePool, weights: dict[str, torch.Tensor])
     assert [await control.version() for control in pool.engines()] == ["2", "2"]
 
 
-def test_a_real_port_in_use_and_a_damaged_model(spec: EngineSpec, tmp_path: Path) -> None:
-    from agentrl.errors import EngineError
-
+def test_a_damaged_model_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}')
     broken = EngineProcess(EngineSpec(str(tmp_path)), log_dir=tmp_path / "logs")
     with pytest.raises(EngineError, match="engine-0 did not start"):
