@@ -275,3 +275,17 @@ def test_records_of_a_turn_are_json():
     env.reset(options=TASK)
     info = env.step(call("employer of Frank Norworth"))[4]
     assert json.loads(json.dumps(info["tool_calls"]))[0]["metadata"]["passages"][0].startswith("person-")
+
+
+def test_relative_files_are_those_of_the_working_directory(tmp_path, monkeypatch):
+    asked = []
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "questions.jsonl").write_text(f'{{"question": "Who is {name}?", "answer": "{name}"}}\n')
+        (folder / "passages.jsonl").write_text(f'{{"title": "{name}", "text": "a person"}}\n')
+        monkeypatch.chdir(folder)
+        env = SearchEnv(corpus="passages.jsonl", train_data="questions.jsonl", test_data="questions.jsonl")
+        asked.append(env.reset(seed=0)[0])
+        assert name in env.step('<tool_call>{"name": "search", "arguments": {"query": "person"}}</tool_call>')[0]
+    assert asked == ["Who is one?", "Who is two?"]

@@ -130,14 +130,19 @@ class QuestionEnv(ToolEnv):
             raise ConfigError(f"two_hop is a share from 0 to 1, got {two_hop!r}")
         paths = {"train": train_data, "test": test_data}
         if train_data or test_data:
-            self.tasks = {split: load_questions(str(path)) if path else () for split, path in paths.items()}
+            self.tasks = {split: load_questions(_absolute(path)) if path else () for split, path in paths.items()}
         else:
             world = get_world(world_seed)
             self.tasks = {split: WorldQuestions(world, split, two_hop) for split in self.splits}
         source = shared_retriever(
-            retriever, str(corpus) if corpus else None, str(index_dir) if index_dir else None, world_seed
+            retriever, _absolute(corpus) if corpus else None, _absolute(index_dir) if index_dir else None, world_seed
         )
         self.tools = [SearchTool(source, topk, self.show_passages)]
+
+
+def _absolute(path: str | Path) -> str:
+    """What is read once a process must not mean another file in another working directory."""
+    return str(Path(path).absolute())
 
 
 class SearchEnv(QuestionEnv):
