@@ -16,10 +16,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import json
 import multiprocessing
+import random
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
@@ -77,34 +80,38 @@ def make_chat(words: list[str]) -> ChatTemplate:
 
 
 class Lookup:
-    """An environment without cost: a fixed number of observations of fixed texts."""
+    """An environment without cost: texts cut beforehand, a fixed number of observations."""
 
     call_format = "auto"
+    function = {
+        "name": "search",
+        "description": "Find pages that answer a question.",
+        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+    }
+    tools = [{"type": "function", "function": function}]
 
-    def __init__(self, words: list[str]) -> None:
-        self.words, self.turn, self.start = words, 0, 0
-        self.seen = id(self) % 9973  # no two episodes see the same observations
-        function = {
-            "name": "search",
-            "description": "Find pages that answer a question.",
-            "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
-        }
-        self.tools = [{"type": "function", "function": function}]
+    def __init__(self, questions: list[str], pages: Iterator[str]) -> None:
+        self.questions, self.pages, self.turn = questions, pages, 0
 
     async def areset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        self.turn, self.start = 0, seed % (len(self.words) - 2000)
-        text = " ".join(self.words[self.start : self.start + FIRST_WORDS])
+        self.turn = 0
+        text = self.questions[seed % len(self.questions)]
         return text, {"messages": [{"role": "user", "content": text}], "tools": self.tools}
+
+    async def astep(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.turn += 1
+        text = next(self.pages)  # another page for each turn of each episode
+        return text, 0.0, self.turn == TURNS, False, {"messages": [{"role": "tool", "content": text}]}
 
     async def aclose(self) -> None:
         pass
 
-    async def astep(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        self.turn += 1
-        self.seen += 7919
-        begin = self.seen % (len(self.words) - OBSERVED_WORDS)
-        text = " ".join(self.words[begin : begin + OBSERVED_WORDS])
-        return text, 0.0, self.turn == TURNS, False, {"messages": [{"role": "tool", "content": text}]}
+
+def cut(words: list[str], length: int) -> list[str]:
+    """Texts of ``length`` words, in an order of no account."""
+    texts = [" ".join(words[i : i + length]) for i in range(0, len(words) - length, max(1, length // 3))]
+    random.Random(0).shuffle(texts)
+    return texts
 
 
 def canned_answer(chat: ChatTemplate, words: list[str]) -> bytes:
@@ -166,16 +173,15 @@ async def ours(
                 return await exchange(payload, *rest)
 
             client._exchange = recording  # type: ignore[method-assign]
+        questions, pages = cut(words, FIRST_WORDS), itertools.cycle(cut(words, OBSERVED_WORDS))
         runner = EpisodeRunner(
-            lambda: Lookup(words), client, chat, SamplingParams(max_new_tokens=SAMPLED),
+            lambda: Lookup(questions, pages), client, chat, SamplingParams(max_new_tokens=SAMPLED),
             EpisodeLimits(max_context_len=8192), in_flight,
         )  # fmt: skip
         groups = max(1, turns // TURNS // 8)
         gc.collect()
         started = time.process_time()
-        played = await asyncio.gather(
-            *(runner.run_group(Task(f"t{i}", seed=1009 * i), 8, f"g{i:04d}") for i in range(groups))
-        )
+        played = await asyncio.gather(*(runner.run_group(Task(f"t{i}", seed=i), 8, f"g{i:04d}") for i in range(groups)))
         seconds = time.process_time() - started
         failed = [t.error for g in played for t in g.trajectories if t.num_turns != TURNS]
         if failed:

@@ -220,8 +220,7 @@ class EngineClient:
     async def _exchange(self, payload: bytes, key: str, seconds: float) -> bytes:
         """The body of one answer with status 200."""
         try:
-            async with asyncio.timeout(seconds):
-                status, content = await self._http.post(payload, ROUTING_HEADER, key)
+            status, content = await self._http.post(payload, ROUTING_HEADER, key, timeout=seconds)
         except TimeoutError:
             raise _Retryable(f"no answer in {seconds:.1f} s") from None
         except OSError as error:
@@ -273,9 +272,11 @@ def _parse(content: bytes, prompt_tokens: int, max_new_tokens: int, started: flo
         meta = answer["meta_info"]
         finish = meta["finish_reason"]
         output = answer["output_ids"]
-        logprobs, ids, _ = zip(*meta["output_token_logprobs"], strict=True) if output else ((), (), ())
+        triples = meta["output_token_logprobs"]
+        ids = [t[1] for t in triples]
         tokens = np.array(output, np.int32)
-        logprobs = np.array(logprobs, np.float32)  # null (orjson's and SGLang's way to write NaN) becomes NaN
+        # null (orjson's and SGLang's way to write NaN) becomes NaN.
+        logprobs = np.array([t[0] for t in triples], np.float32)
         versions = _versions(meta, len(tokens))
         reason = finish["type"]
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -285,9 +286,9 @@ def _parse(content: bytes, prompt_tokens: int, max_new_tokens: int, started: flo
         ) from error
     if reason == "abort" and (finish.get("status_code") or 500) < 500:
         raise EngineError(f"the engine refused the request: {finish.get('message')}")
-    if ids != tuple(output):
+    if ids != output:
         raise EngineError(f"{len(output)} output ids do not match {len(ids)} log-probabilities")
-    if not math.isfinite(logprobs.sum()):
+    if not math.isfinite(np.add.reduce(logprobs)):
         raise EngineError(
             "the engine returned a log-probability that is null or not finite; "
             "its weights or activations hold NaN: check the last weight update and the loss"

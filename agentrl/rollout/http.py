@@ -47,22 +47,24 @@ class HttpPost:
         self._idle: list[_Connection] = []  # most recently used last
         self._open: set[_Connection] = set()
 
-    async def post(self, body: bytes, header: str, value: str) -> tuple[int, bytes]:
+    async def post(self, body: bytes, header: str, value: str, *, timeout: float) -> tuple[int, bytes]:
         """Send ``body`` with one more header; ``(status, body of the answer)``.
 
-        Set the time limit around the call: cancelled, it drops the connection, and the server sees that.
+        Given up or cancelled, it drops the connection, and the server sees that.
 
         Raises:
+            TimeoutError: no answer within ``timeout`` seconds.
             OSError: no connection, or it broke before the answer was complete.
         """
+        deadline = time.monotonic() + timeout
         extra = f"{header}: {_UNSAFE.sub('_', value)}\r\nContent-Length: {len(body)}\r\n\r\n"
         request = self._head + extra.encode() + body
         while True:
             connection, used = self._take(), True
             if connection is None:
-                connection, used = await self._connect(), False
+                connection, used = await self._connect(min(self._connect_timeout, timeout)), False
             try:
-                status, content = await connection.exchange(request)
+                status, content = await connection.exchange(request, deadline - time.monotonic())
             except _Stale:
                 if used:  # the server had let go of it; nothing was answered, so ask anew
                     continue
@@ -87,17 +89,17 @@ class HttpPost:
             connection.abort()
         return None
 
-    async def _connect(self) -> _Connection:
+    async def _connect(self, seconds: float) -> _Connection:
         loop = asyncio.get_running_loop()
         tls = ssl.create_default_context() if self._tls else None
         try:
-            async with asyncio.timeout(self._connect_timeout) as clock:
+            async with asyncio.timeout(seconds) as clock:
                 _, connection = await loop.create_connection(
                     lambda: _Connection(self._open), self._host, self._port, ssl=tls
                 )
         except TimeoutError:
             if clock.expired():
-                text = f"no connection to {self._host}:{self._port} in {self._connect_timeout:g} s"
+                text = f"no connection to {self._host}:{self._port} in {seconds:g} s"
                 raise ConnectionError(text) from None
             raise
         return connection
@@ -129,11 +131,14 @@ class _Connection(asyncio.Protocol):
         """Whether another request can be sent."""
         return not self._last and self._transport is not None and not self._transport.is_closing()
 
-    async def exchange(self, request: bytes) -> tuple[int, bytes]:
+    async def exchange(self, request: bytes, seconds: float) -> tuple[int, bytes]:
         """Send a request and wait for its answer."""
         if self._transport is None or self._transport.is_closing():
             raise _Stale("connection closed")
-        self._answer = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._answer = loop.create_future()
+        # A bare timer costs a third of asyncio.timeout().
+        timer = loop.call_later(seconds, self._expire)
         self._transport.write(request)
         try:
             return await self._answer
@@ -141,7 +146,12 @@ class _Connection(asyncio.Protocol):
             self.abort()
             raise
         finally:
+            timer.cancel()
             self._answer = None
+
+    def _expire(self) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(TimeoutError())
 
     def abort(self) -> None:
         """Drop the connection."""

@@ -51,7 +51,7 @@ def posted(run, *answers, times=1, **options):
         async with serving(*answers, **options) as (url, received, connections):
             http = HttpPost(url, {"Authorization": "Bearer k"})
             try:
-                got = [await http.post(b'{"a": 1}', "X-Key", "t-0") for _ in range(times)]
+                got = [await http.post(b'{"a": 1}', "X-Key", "t-0", timeout=5) for _ in range(times)]
             finally:
                 await http.close()
             return got, received, connections
@@ -99,13 +99,13 @@ def test_a_connection_the_server_let_go_of_is_replaced(run):
     async def go():
         async with serving(plain(b"x")) as (url, _, connections):
             http = HttpPost(url, {})
-            await http.post(b"", "X-Key", "a")
+            await http.post(b"", "X-Key", "a", timeout=5)
             connections[0].close()
             await asyncio.sleep(0.05)
-            assert (await http.post(b"", "X-Key", "a"))[1] == b"x"
+            assert (await http.post(b"", "X-Key", "a", timeout=5))[1] == b"x"
             http._idle_seconds = 0.0
             await asyncio.sleep(0.01)
-            assert (await http.post(b"", "X-Key", "a"))[1] == b"x"
+            assert (await http.post(b"", "X-Key", "a", timeout=5))[1] == b"x"
             assert len(connections) == 3
             await http.close()
 
@@ -134,7 +134,7 @@ def test_header_values_cannot_inject(run):
     async def go():
         async with serving(plain(b"x")) as (url, received, _):
             http = HttpPost(url, {})
-            await http.post(b"", "X-Key", "a\r\nX-Evil: 1 é")
+            await http.post(b"", "X-Key", "a\r\nX-Evil: 1 é", timeout=5)
             await http.close()
             return received[0][0]
 
@@ -150,7 +150,8 @@ def test_addresses(url):
         HttpPost(url, {})
 
 
-def test_cancelling_drops_the_connection(run):
+@pytest.mark.parametrize("given_up", [True, False])
+def test_giving_up_drops_the_connection(run, given_up):
     async def go():
         gone = asyncio.Event()
 
@@ -162,8 +163,10 @@ def test_cancelling_drops_the_connection(run):
         server = await asyncio.start_server(handle, "127.0.0.1", 0)
         http = HttpPost(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/x", {})
         with pytest.raises(TimeoutError):
+            if given_up:
+                await http.post(b"", "X-Key", "a", timeout=0.1)
             async with asyncio.timeout(0.1):
-                await http.post(b"", "X-Key", "a")
+                await http.post(b"", "X-Key", "a", timeout=5)
         await asyncio.wait_for(gone.wait(), 5)
         assert not http._idle and not http._open
         server.close()
