@@ -43,11 +43,9 @@ class Packed:
 class Checksums:
     """SGLang's per-parameter checksums, computed from HF parameters while they are at hand.
 
-    SGLang hashes each parameter it holds with SHA-256 over the bytes and keeps the first 8 bytes, as
-    hexadecimal (``tensor_hash`` for CPU tensors). Fused parameters are the concatenation of their
-    parts along the rows; embedding and head are padded with zero rows.
-    On the GPU SGLang uses another hash, so parameters there are left out and only engines are compared
-    with each other.
+    SGLang hashes each parameter it holds: on the CPU the first 8 bytes of SHA-256 over its bytes, on the GPU a
+    hash of its own (:func:`gpu_hash`); both as 16 hexadecimal digits. Fused parameters are the
+    concatenation of their parts along the rows; embedding and head are padded with zero rows.
     """
 
     def __init__(self, *, tp: int = 1, num_kv_heads: int | None = None) -> None:
@@ -68,8 +66,7 @@ class Checksums:
 
     def add_later(self, packed: Packed) -> None:
         """Hash a bucket in the background; its buffer may be reused after :meth:`wait_for`."""
-        if not packed.flat.is_cuda:
-            self._running[packed.which] = self._pool.submit(self._add, packed)
+        self._running[packed.which] = self._pool.submit(self._add, packed)
 
     def wait_for(self, which: int) -> None:
         """Wait until the background hash of a buffer is done."""
@@ -81,8 +78,7 @@ class Checksums:
         """Hash a bucket now."""
         for which in list(self._running):
             self.wait_for(which)
-        if not packed.flat.is_cuda:
-            self._add(packed)
+        self._add(packed)
 
     def result(self) -> list[dict[str, str]]:
         """All checksums so far; a fused parameter of which parts are missing is left out."""
@@ -115,14 +111,12 @@ class Checksums:
             shards = [self._shard(module, tensor, rank) for tensor in tensors]
             if any(shard is None for shard in shards):
                 return
-            sha = hashlib.sha256()
-            for shard in shards:
-                sha.update(memoryview(shard.contiguous().reshape(-1).view(torch.uint8).numpy()))
             if module in ("embed_tokens", "lm_head"):
                 rows = shards[0].shape[0]
                 missing = -(-rows // VOCAB_PADDING) * VOCAB_PADDING - rows
-                sha.update(bytes(missing * shards[0][0].numel() * shards[0].element_size()))
-            self._digests[rank][name] = sha.hexdigest()[:16]
+                shards.append(shards[0].new_zeros(missing, *shards[0].shape[1:]))
+            digest = gpu_hash(shards) if shards[0].is_cuda else cpu_hash(shards)
+            self._digests[rank][name] = f"{digest:016x}"
 
     def _shard(self, module: str, tensor: torch.Tensor, rank: int) -> torch.Tensor | None:
         """What a tensor-parallel rank holds; ``None`` where that is not a plain equal split."""
@@ -143,3 +137,63 @@ class Checksums:
         ):
             return None
         return tensor.chunk(self._tp, dim)[rank]
+
+
+def cpu_hash(parts: list[torch.Tensor]) -> int:
+    """SGLang's 64-bit hash of the concatenation of CPU tensors: the head of SHA-256 over the bytes."""
+    sha = hashlib.sha256()
+    for part in parts:
+        sha.update(memoryview(part.contiguous().reshape(-1).view(torch.uint8).numpy()))
+    return int.from_bytes(sha.digest()[:8], "big")
+
+
+_WORD = 0xFFFFFFFF
+_TILE = 8192
+_SEED = 0x243F6A88
+_SEEDS = (_SEED, ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _WORD)
+_POSITION = ((0x27D4EB2D, 15), (0x165667B1, 13))
+_CHUNK = 512  # tiles at a time, to bound the temporaries: 4 Mi words
+
+
+def gpu_hash(parts: list[torch.Tensor]) -> int:
+    """SGLang's 64-bit hash of the concatenation of GPU tensors, in plain torch operations on any device.
+
+    Each 32-bit word is mixed with its position under two seeds (the finalizer of MurmurHash3), summed over tiles of
+    8,192 words and mixed with the length; the tiles' 64-bit values are summed and mixed by the finalizer
+    of SplitMix64. All arithmetic is modulo 2**32 or 2**64; int64 wraps, which keeps the low bits right.
+    """
+    flat = torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in parts])
+    flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4))
+    words = flat.view(torch.int32)
+    if words.numel() == 0:
+        return 0
+    total = 0
+    for start in range(0, words.numel(), _CHUNK * _TILE):
+        value = words[start : start + _CHUNK * _TILE].long() & _WORD
+        index = torch.arange(start, start + value.numel(), device=value.device)
+        halves = []
+        for seed, (factor, turn) in zip(_SEEDS, _POSITION, strict=True):
+            turned = ((index << turn) | (index >> (32 - turn))) & _WORD
+            mixed = _mix(value ^ ((index * factor + seed) & _WORD) ^ turned)
+            mixed = torch.nn.functional.pad(mixed, (0, -mixed.numel() % _TILE))
+            sums = mixed.view(-1, _TILE).sum(1) & _WORD
+            halves.append(_mix(sums ^ ((words.numel() * 4) & _WORD)))
+        total += int(((halves[0] << 32) | halves[1]).sum())
+    return _finish(total & (_WORD << 32 | _WORD))
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = x ^ (x >> 16)
+    x = (x * 0x85EBCA6B) & _WORD
+    x = x ^ (x >> 13)
+    x = (x * 0xC2B2AE35) & _WORD
+    return x ^ (x >> 16)
+
+
+def _finish(x: int) -> int:
+    mask = _WORD << 32 | _WORD
+    x ^= x >> 30
+    x = (x * 0xBF58476D1CE4E5B9) & mask
+    x ^= x >> 27
+    x = (x * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)

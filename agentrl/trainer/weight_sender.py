@@ -64,7 +64,7 @@ class WeightSender:
         self._dtype = dtype
         self._backend = backend
         self._rank = rank
-        self._timeout = timedelta(seconds=timeout)
+        self._timeout = self._bucket_timeout = timedelta(seconds=timeout)
         self._tied = tied_embeddings
         self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else "cpu"
         self._store: dist.Store | None = None
@@ -95,7 +95,9 @@ class WeightSender:
         self._loopback = host in LOOPBACK
         return port
 
-    def connect(self, groups: dict[str, int], timeout: float = 30.0) -> dict[str, str]:
+    def connect(
+        self, groups: dict[str, int], timeout: float = 30.0, bucket_timeout: float | None = None
+    ) -> dict[str, str]:
         """Form those groups whose engines have come to the rendezvous. Call again for the others.
 
         Waits half a second at most for engines to come: once a group is being formed nothing
@@ -104,19 +106,22 @@ class WeightSender:
         Args:
             groups: name to world size. This process is rank 0 of each.
             timeout: seconds that forming a group may take.
+            bucket_timeout: seconds after which a blocked broadcast fails, if not the sender's own ``timeout``.
 
         Returns:
             The state of each: ``formed``, ``waiting`` for its engines, or why it could not be formed.
         """
         if self._rank != 0:
             return {}
+        if bucket_timeout is not None:
+            self._bucket_timeout = timedelta(seconds=bucket_timeout)
         deadline = time.monotonic() + 0.5
         while (present := self._present(groups)) != set(groups) and time.monotonic() < deadline:
             time.sleep(0.005)
         states = dict.fromkeys(groups, "waiting")
         self._store.set_timeout(timedelta(seconds=timeout))
         # One thread a group: each waits for its own engines.
-        with _gloo_on_loopback(self._loopback), ThreadPoolExecutor(max_workers=len(groups) or 1) as pool:
+        with _environment(self._backend_settings()), ThreadPoolExecutor(max_workers=len(groups) or 1) as pool:
             forming = {name: pool.submit(self._form, name, groups[name]) for name in present}
         for name, future in forming.items():
             error = future.exception()
@@ -144,15 +149,28 @@ class WeightSender:
             c10d.Backend(self._backend),
             c10d.PrefixStore(name, self._store),
             group_name=name,
-            timeout=self._timeout,
+            timeout=self._bucket_timeout,
         )
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
         return group
 
+    def _backend_settings(self) -> dict[str, str]:
+        """Environment in which a group is made."""
+        if self._backend == "nccl":
+            # Its watchdog would end the trainer when an engine hangs; deadlines here are our own.
+            return {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+        return {"GLOO_SOCKET_IFNAME": "lo"} if self._loopback else {}
+
     def drop(self, name: str) -> None:
-        """Leave one group."""
+        """Leave one group, whatever state it is in."""
         group = self._groups.pop(name, None)
-        if group is not None:
+        if group is None:
+            return
+        if self._backend == "nccl":  # a communicator with a lost member can only be aborted
+            from torch.distributed.distributed_c10d import _abort_process_group
+
+            _abort_process_group(group)
+        else:
             dist.destroy_process_group(group)
 
     def abort(self) -> None:
@@ -186,14 +204,26 @@ class WeightSender:
                 failed[name] = str(error)
         for name, work in works.items():
             try:
-                work.wait()
+                self._finish(work)
             except RuntimeError as error:
                 failed[name] = str(error)
-        if packed.flat.is_cuda:
-            torch.cuda.synchronize(packed.flat.device)
         for name in failed:
             self.drop(name)
         return failed
+
+    def _finish(self, work: Any) -> None:
+        """Wait for a broadcast. Raises RuntimeError when it failed or took too long."""
+        if self._backend != "nccl":
+            work.wait()  # has the group's timeout
+            return
+        # There `wait` only orders streams: it neither waits nor fails.
+        deadline = time.monotonic() + self._bucket_timeout.total_seconds()
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no end of the broadcast after {self._bucket_timeout.total_seconds():g} s")
+            time.sleep(0.0005)
+        if work.exception() is not None:
+            raise RuntimeError(str(work.exception()))
 
     def _advance(self) -> Bucket | None:
         if self._rank == 0 and self._current is not None and not self._current.bucket.last:
@@ -313,17 +343,15 @@ class _Packing:
 
 
 @contextlib.contextmanager
-def _gloo_on_loopback(wanted: bool) -> Iterator[None]:
-    """Have gloo open its listening socket on the loopback interface."""
-    name = "GLOO_SOCKET_IFNAME"
-    before = os.environ.get(name)
-    if wanted:
-        os.environ[name] = "lo"
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    """Set environment variables, and set them back."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     try:
         yield
     finally:
-        if wanted:
-            if before is None:
-                os.environ.pop(name, None)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
             else:
-                os.environ[name] = before
+                os.environ[name] = value

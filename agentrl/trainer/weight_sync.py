@@ -76,10 +76,9 @@ class WeightSync:
         disk_dir: str | Path | None = None,
         retire: Callable[[EngineControl], Awaitable[None]] | None = None,
     ) -> None:
-        if transport not in TRANSPORTS:
-            raise ValueError(f"weight-sync transport {transport!r}; expected one of {', '.join(TRANSPORTS)}")
-        if pause_mode not in PAUSE_MODES:
-            raise ValueError(f"pause mode {pause_mode!r}; expected one of {', '.join(PAUSE_MODES)}")
+        for what, given, known in (("transport", transport, TRANSPORTS), ("pause mode", pause_mode, PAUSE_MODES)):
+            if given not in known:
+                raise ValueError(f"weight-sync {what} {given!r}; expected one of {', '.join(known)}")
         self.sender = sender
         self.transport = transport
         self.backend = backend
@@ -188,10 +187,7 @@ class WeightSync:
         await self._each(run, lambda e: e.begin_weight_update(timeout=self.deadlines.begin))
 
     async def _connect(self, run: SyncRun) -> bool:
-        """Form the groups, unless those of the last sync hold exactly the active engines.
-
-        False if a shared group could not be formed.
-        """
+        """Form the groups, if those of the last sync do not fit. False if a shared one could not be formed."""
         members = [engine for group in self._groups.values() for engine in group]
         if set(members) == set(run.active) and self._groups:
             return True
@@ -232,7 +228,7 @@ class WeightSync:
         """Have the sender form each group once its engines have come; give up those where one cannot come."""
         waiting, failed = dict(world), {}
         while waiting:
-            states = await self.sender.connect(waiting, self.deadlines.connect)
+            states = await self.sender.connect(waiting, self.deadlines.connect, self.deadlines.bucket)
             for name, state in states.items():
                 absent = [join for join in joining[name] if join.done() and join.exception()]
                 if state == "waiting" and not absent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import subprocess
 import sys
 import textwrap
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from agentrl.rollout.control import Bucket
-from agentrl.trainer.weight_checksums import Checksums
+from agentrl.trainer.weight_checksums import Checksums, gpu_hash
 from agentrl.trainer.weight_sender import WeightSender
 
 LAYER = "model.layers.0"
@@ -194,6 +195,59 @@ def test_what_cannot_be_predicted_is_left_out() -> None:
         assert f"{LAYER}.self_attn.qkv_proj.weight" not in checksums
         assert "model.embed_tokens.weight" not in checksums
         assert f"{LAYER}.mlp.gate_up_proj.weight" in checksums
+
+
+@pytest.mark.parametrize(
+    ("n", "dtype", "expected"),
+    [
+        (1, torch.float32, 0x7BB542503BA9B944),
+        (7, torch.bfloat16, 0xAEBD08A31FE265B1),
+        (20000, torch.float32, 0x72F02542597407C7),
+    ],
+)
+def test_gpu_hash_gives_what_sglangs_kernel_gave(n: int, dtype: torch.dtype, expected: int) -> None:
+    tensor = (torch.arange(n) % 251 + 1).to(dtype)
+    assert gpu_hash([tensor]) == expected
+    assert gpu_hash(list(tensor.split(3000))) == expected
+
+
+KERNEL = textwrap.dedent(
+    """
+    import sys, torch, triton, importlib.util
+    spec = importlib.util.spec_from_file_location("kernel", sys.argv[1])
+    kernel = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kernel)
+    from agentrl.trainer.weight_checksums import gpu_hash
+
+    def reference(tensor, tile=8192, seed=0x243F6A88):
+        data = tensor.view(torch.uint8)
+        words = torch.nn.functional.pad(data, (0, -data.numel() % 4)).view(torch.uint32)
+        sums = torch.empty(triton.cdiv(words.numel(), tile), dtype=torch.uint64)
+        kernel.hash_tiles32_kernel_blocked[(sums.numel(),)](
+            words, sums, words.numel(), seed1=seed, seed2=((seed * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF,
+            FM_C1=kernel.FMIX32_C1, FM_C2=kernel.FMIX32_C2, POS_A=kernel.POS_C1, POS_B=kernel.POS_C2,
+            TILE=tile, BLOCK=256, USE_CG=False)
+        total = sum(sums.view(torch.int64).tolist()) % 2**64
+        return kernel._final_splitmix64(total)
+
+    for n, dtype in ((3, torch.bfloat16), (8193, torch.float32)):
+        tensor = torch.randn(n).to(dtype)
+        assert gpu_hash([tensor]) == reference(tensor), (n, dtype)
+    print("equal")
+    """
+)
+
+
+def test_gpu_hash_equals_sglangs_kernel() -> None:
+    """The kernel itself, interpreted on the CPU."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or importlib.util.find_spec("triton") is None:
+        pytest.skip("sglang or triton is not installed")
+    path = Path(spec.submodule_search_locations[0]) / "kernels/ops/memory/gpu_tensor_hash.py"
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", KERNEL, str(path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
+    assert done.stdout.strip() == "equal", done.stderr[-2000:]
 
 
 def test_clearing_forgets_half_a_fused_parameter() -> None:

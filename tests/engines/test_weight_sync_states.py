@@ -51,7 +51,7 @@ class FakeSender:
         self._called("listen")
         return 12345
 
-    async def connect(self, groups: dict[str, int], timeout: float) -> dict[str, str]:
+    async def connect(self, groups: dict[str, int], timeout: float, bucket_timeout: float) -> dict[str, str]:
         self._called("connect")
         await asyncio.sleep(0.02)
         states = {}
