@@ -5,7 +5,7 @@ recorded; the bare load then sends the same prompts with the same output lengths
 same concurrency, as fast as the engine takes them, with the cheapest client. The two alternate, each pair
 gives a ratio, the median counts. No cache is flushed: the bare load finds every prefix that the loop found.
 
-    python benchmarks/rollout_efficiency.py [--concurrency 32] [--episodes 256] [--repeats 5] [--router]
+    python benchmarks/rollout_efficiency.py [--concurrency 32] [--episodes 512] [--repeats 5] [--router]
     AGENTRL_API_KEY=... python benchmarks/rollout_efficiency.py --url http://127.0.0.1:30000
 
 Prints one JSON object and one line. Target: at least 0.90.
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--env", default="search")
     parser.add_argument("--url", help="a running engine or router; its key in AGENTRL_API_KEY")
     parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--episodes", type=int, default=256, help="episodes a repeat")
+    parser.add_argument("--episodes", type=int, default=512, help="episodes a repeat")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--router", action="store_true", help="put sglang-router in front of the engine started here")
     options = parser.parse_args()
