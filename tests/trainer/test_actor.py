@@ -12,6 +12,7 @@ from agentrl.trainer.actor import RankSender, TrainActor, create_ranks
 from tests.trainer.samples import random_batch
 
 CONFIG = SimpleNamespace(
+    log_level="info",
     lr=1e-3, max_tokens_per_gpu=200, micro_batch_size=1, use_dynamic_batch_size=True, dtype="auto", seed=0, threads=1,
     rollout_temperature=0.9, total_steps=7, actor_num_nodes=1, update_weight_buffer_size=50_000, engine_timeout=60.0,
     rollout_num_gpus_per_engine=1, ref_load=None, megatron={},
