@@ -28,7 +28,7 @@ from agentrl.rollout.worker import EpisodeRunner
 from agentrl.trainer.advantages import grpo
 from agentrl.trainer.batch import TrainBatch
 from agentrl.trainer.rollout_metrics import rollout_metrics
-from agentrl.types import Group, Outcome, Trajectory
+from agentrl.types import Outcome, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -136,10 +136,10 @@ class RolloutManager:
         taken = self.buffer.take(len(groups))
         self._last_groups = [group.group_id for group in taken]
         advantages = grpo(taken, normalize_std=cfg.grpo_std_normalization)
-        self._refuse_if_hopeless(taken, advantages)
-        batch = TrainBatch.from_groups(taken, advantages)
         episodes = [t for group in taken for t in group.trajectories]
         await asyncio.to_thread(self.store.write, step, episodes, advantages=advantages)
+        self._refuse_if_hopeless(episodes, advantages)
+        batch = TrainBatch.from_groups(taken, advantages)
         metrics = rollout_metrics(taken, advantages, seconds, self.version)
         after = self.client.metrics()
         metrics |= {f"engine/{k}": after[k] - before[k] for k in ("retries", "continuations", "failures")}
@@ -152,8 +152,7 @@ class RolloutManager:
 
         return metrics, [ray.put(batch)]
 
-    def _refuse_if_hopeless(self, groups: list[Group], advantages: dict[str, float]) -> None:
-        episodes = [t for g in groups for t in g.trajectories]
+    def _refuse_if_hopeless(self, episodes: list[Trajectory], advantages: dict[str, float]) -> None:
         failed = [t for t in episodes if t.outcome is Outcome.INFRA_ERROR]
         for trajectory in failed[:3]:
             log.warning("episode %s: %s: %s", trajectory.trajectory_id, trajectory.stop_reason, trajectory.error)
