@@ -87,9 +87,11 @@ class Bm25Index:
         if not ids or topk < 1:
             return []
         scores = self._bm25.get_scores_from_ids(ids)
-        topk = min(topk, len(scores))
-        threshold = scores[np.argpartition(scores, -topk)[-topk]] if topk < len(scores) else 0.0
-        candidates = np.flatnonzero((scores >= threshold) & (scores > 0))
+        # Few passages share a term with the query, so what is sorted is small however large the corpus is.
+        candidates = np.flatnonzero(scores > 0)
+        if topk < len(candidates):
+            found = scores[candidates]
+            candidates = candidates[found >= np.partition(found, -topk)[-topk]]
         order = np.argsort(-scores[candidates], kind="stable")[:topk]
         return [Hit(self._passages[int(i)], float(scores[i])) for i in candidates[order]]
 
