@@ -34,6 +34,9 @@ class EngineSpec:
     """Longest prompt plus answer in tokens; default the model's own."""
     threads: int = 1
     """OpenMP threads of the engine (CPU)."""
+    seed: int | None = None
+    """Of sampling. An :class:`~agentrl.rollout.pool.EnginePool` counts up from it, one an engine; ``None``: SGLang's
+    own choice."""
     skip_tokenizer: bool = False
     """Serve token ids only: no tokenizer is loaded, stop *strings* do not work."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -78,6 +81,7 @@ class EngineSpec:
             "context-length": self.context_length,
             "mem-fraction-static": self.mem_fraction,
             "max-total-tokens": self.max_total_tokens,
+            "random-seed": self.seed,
             "skip-server-warmup": True,
             "log-level": "info",
             "log-level-http": "warning",

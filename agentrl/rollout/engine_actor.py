@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.errors import EngineError
 from agentrl.rollout.control import EngineControl
 from agentrl.rollout.engine import EngineProcess, EngineSpec
 
+_SEED_LIMIT = 2**31
 STARTING, PENDING, SERVING, DEAD = "starting", "pending", "serving", "dead"
 
 
@@ -131,3 +132,9 @@ class PooledEngine:
     def name(self) -> str:
         """Stem of the log file; a replacement has a log of its own."""
         return f"engine-{self.index}" + (f"-restart-{self.incarnation}" if self.incarnation else "")
+
+    def own(self, spec: EngineSpec, places: int) -> EngineSpec:
+        """What the engine here serves: with one seed, engines would sample the same answers to the same prompt."""
+        if spec.seed is None:
+            return spec
+        return replace(spec, seed=(spec.seed + self.index + places * self.incarnation) % _SEED_LIMIT)

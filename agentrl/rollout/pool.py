@@ -175,12 +175,15 @@ class EnginePool:
         self._sync = sync
         sync.retire = self._retire
 
-    def hold(self) -> None:
+    async def hold(self) -> None:
         """From now until the next :meth:`update_weights` the trainer's weights are not :attr:`version`.
 
-        Call it before the optimizer steps: replacements that come up meanwhile wait for that update.
+        Call it before the optimizer steps: replacements that come up meanwhile wait for that update. Returns once
+        none is being sent weights: ranks that train while they are walked would wait for each other for ever.
         """
         self._held = True
+        async with self._lock:
+            return
 
     async def update_weights(self, version: int) -> SyncReport:
         """Bring all engines to the trainer's weights as ``version``; those that fail are replaced.
@@ -231,23 +234,31 @@ class EnginePool:
 
     # One engine.
 
-    async def _fill(self, place: PooledEngine) -> None:
-        """Start an engine in this place; pending afterwards."""
-        place.state = STARTING
+    async def _fill(self, place: PooledEngine) -> LocalEngine | RayEngine:
+        """Start an engine in this place; pending afterwards, if it still lives."""
+        place.state, spec = STARTING, place.own(self.spec, len(self._places))
         arguments = {"name": place.name, "log_dir": self._log_dir, "host": self.host, "api_key": self._engine_key}
         if self._ray_options is None:
-            place.engine = LocalEngine(self.spec, **arguments)
+            place.engine = LocalEngine(spec, **arguments)
         else:
-            place.engine = RayEngine(self._ray_options[place.index], self.spec, **arguments)
+            place.engine = RayEngine(self._ray_options[place.index], spec, **arguments)
+        engine = place.engine
         async with asyncio.timeout(self.start_timeout + 60.0):
-            url = await place.engine.call("start", self.start_timeout)
+            url = await engine.call("start", self.start_timeout)
         place.control = EngineControl(url, self._engine_key)
-        place.watch = self._spawn(self._watch(place, place.engine))
-        await self._set_state(place, PENDING)
+        place.watch = self._spawn(self._watch(place, engine))
+        await self._set_state(place, PENDING, engine)
+        return engine
 
     async def _admit(self, place: PooledEngine) -> None:
-        await self._threaded(self._router.add_worker, place.control.url, self._engine_key)
-        await self._set_state(place, SERVING)
+        engine, control = place.engine, place.control
+        if control is None:  # it died; its watch replaces it
+            return
+        await self._threaded(self._router.add_worker, control.url, self._engine_key)
+        if place.engine is engine:
+            await self._set_state(place, SERVING, engine)
+        else:
+            await self._threaded(self._router.remove_worker, control.url)
 
     async def _retire(self, control: EngineControl) -> None:
         """Out of the router; called for an engine whose weights are not right."""
@@ -297,18 +308,21 @@ class EnginePool:
         await end_old
         for attempt in range(self.max_failed_starts):
             place.incarnation += 1
+            engine = None
             try:
-                await self._fill(place)
-                return await self._bring_up(place)
+                engine = await self._fill(place)
+                return await self._bring_up(place, engine)
             except (EngineError, TimeoutError) as error:
                 log.warning("%s did not come up (%d): %s", place.name, attempt + 1, error)
+                if engine is not None and place.engine is not engine:
+                    return  # its process ended meanwhile, and its watch replaces it
                 await self._empty(place)
         await self._give_up(place)
 
-    async def _bring_up(self, place: PooledEngine) -> None:
+    async def _bring_up(self, place: PooledEngine, engine: LocalEngine | RayEngine) -> None:
         """Admit a replacement, with the current weights if weights were ever sent."""
         async with self._lock:
-            if place.state != PENDING or self._held:
+            if place.engine is not engine or place.state != PENDING or self._held:
                 return
             if self._sync is not None and self.version is not None:
                 from agentrl.errors import WeightSyncError
@@ -320,7 +334,7 @@ class EnginePool:
             await self._admit(place)
 
     async def _give_up(self, place: PooledEngine) -> None:
-        await self._set_state(place, DEAD)
+        await self._set_state(place, DEAD, None)
         if all(other.state == DEAD for other in self._places):
             await self._break(f"no engine runs and {self.max_failed_starts} replacements in a row did not start")
 
@@ -330,9 +344,10 @@ class EnginePool:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _set_state(self, place: PooledEngine, state: str) -> None:
+    async def _set_state(self, place: PooledEngine, state: str, engine: LocalEngine | RayEngine | None) -> None:
         async with self._changed:
-            place.state = state
+            if place.engine is engine:
+                place.state = state
             self._changed.notify_all()
 
     # Watching.
@@ -345,14 +360,14 @@ class EnginePool:
             if self._lock.locked():
                 misses.clear()
                 continue
-            serving = [place for place in self._places if place.state == SERVING]
-            answers = await asyncio.gather(*(p.control.can_generate(timeout=self.health_timeout) for p in serving))
+            serving = [(place, place.control) for place in self._places if place.state == SERVING]
+            answers = await asyncio.gather(*(c.can_generate(timeout=self.health_timeout) for _, c in serving))
             if self._lock.locked():
                 continue  # a pause began while we asked
-            for place, answer in zip(serving, answers, strict=True):
-                if place.control is None:
+            for (place, control), answer in zip(serving, answers, strict=True):
+                if place.control is not control:
                     continue
-                url = place.control.url
+                url = control.url
                 misses[url] = 0 if answer else misses.get(url, 0) + 1
                 if misses[url] >= 2:
                     self._replace(place, f"it did not answer two health checks of {self.health_timeout:g} s")

@@ -103,6 +103,7 @@ def engine_spec(cfg: Any, model_dir: str) -> EngineSpec:
         max_total_tokens=None if gpu else min(cpu_tokens, 131072),
         context_length=_context_length(cfg, model_dir),
         threads=cfg.threads or engine_threads(cfg),
+        seed=cfg.seed,
         extra=extra,
     )
 

@@ -147,7 +147,7 @@ class RolloutManager:
         metrics["engine/cached_fraction"] = (after["cached_tokens"] - before["cached_tokens"]) / max(prompt, 1)
         metrics |= {f"data/{name}": float(count) for name, count in self.buffer.counts.items()}
         # From here the trainer's weights move on: a replaced engine must wait for the next sync.
-        self.pool.hold()
+        await self.pool.hold()
         import ray
 
         return metrics, [ray.put(batch)]

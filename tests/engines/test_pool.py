@@ -173,7 +173,7 @@ async def test_while_held_a_replacement_waits_for_the_next_update(
     async with pooled(monkeypatch, tmp_path) as (pool, sender):
         await pool.start()
         await update(pool, sender, 1)
-        pool.hold()
+        await pool.hold()
         await engines()[0].die()
         await until(lambda: pool.states() == [PENDING, SERVING])
         await asyncio.sleep(0.2)

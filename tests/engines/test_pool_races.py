@@ -1,0 +1,96 @@
+"""The pool when things happen at the same time: a death during a sync, a rollout that ends during one."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.rollout.engine import EngineSpec
+from agentrl.rollout.engine_actor import SERVING
+from agentrl.rollout.pool import EnginePool
+from tests.engines.test_pool import WatchedEngines, engines, pooled, until, update, worker_urls
+from tests.engines.test_weight_sync_states import FakeSender
+
+
+def blocked(sender: FakeSender) -> tuple[asyncio.Event, asyncio.Event]:
+    """Have the sender wait before its first bucket; the events say that it does, and let it go on."""
+    waiting, go_on = asyncio.Event(), asyncio.Event()
+    start = sender.start
+
+    async def wait_first() -> Any:
+        waiting.set()
+        await go_on.wait()
+        return await start()
+
+    sender.start = wait_first  # type: ignore[method-assign]
+    return waiting, go_on
+
+
+async def test_hold_waits_until_a_replacement_has_its_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async with pooled(monkeypatch, tmp_path) as (pool, sender):
+        await pool.start()
+        await update(pool, sender, 1)
+        sender.engines = WatchedEngines()
+        waiting, go_on = blocked(sender)
+        await engines()[0].die()
+        await asyncio.wait_for(waiting.wait(), 60)
+        held = asyncio.ensure_future(pool.hold())
+        await asyncio.sleep(0.2)
+        assert not held.done(), "the trainer's ranks would train while they still walk over the weights"
+        go_on.set()
+        await asyncio.wait_for(held, 60)
+        await until(lambda: pool.states() == [SERVING, SERVING])
+
+
+async def test_a_replacement_that_dies_while_it_gets_its_weights_is_replaced_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async with pooled(monkeypatch, tmp_path) as (pool, sender):
+        await pool.start()
+        await update(pool, sender, 1)
+        sender.engines = WatchedEngines()
+        waiting, go_on = blocked(sender)
+        await engines()[0].die()
+        await asyncio.wait_for(waiting.wait(), 60)
+        await engines()[2].die()
+        await until(lambda: len(engines()) == 4)
+        go_on.set()
+        await until(lambda: pool.states() == [SERVING, SERVING])
+        await asyncio.sleep(0.5)
+        assert pool.states() == [SERVING, SERVING]
+        assert [engine.name for engine in engines()[2:]] == ["engine-0-restart-1", "engine-0-restart-2"]
+        assert worker_urls(pool) == {engines()[1].server.url, engines()[3].server.url}
+
+
+async def test_an_engine_that_dies_while_it_is_admitted_does_not_count_as_serving(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async with pooled(monkeypatch, tmp_path, n=1) as (pool, _):
+        await pool.start()
+        place = pool._places[0]
+        add, removed = pool._router.add_worker, []
+
+        def add_slowly(*args: Any, **kwargs: Any) -> None:
+            add(*args, **kwargs)
+            place.engine = place.control = None  # what its death does
+            place.state = "dead"
+
+        monkeypatch.setattr(pool._router, "add_worker", add_slowly)
+        monkeypatch.setattr(pool._router, "remove_worker", lambda url: removed.append(url))
+        engine, url = place.engine, place.control.url
+        await pool._admit(place)
+        assert (place.state, removed) == ("dead", [url])
+        await engine.end()
+
+
+def test_engines_of_one_run_have_seeds_of_their_own() -> None:
+    pool = EnginePool(EngineSpec("m", seed=7), 3)
+    seeds = [place.own(pool.spec, 3).seed for place in pool._places]
+    pool._places[0].incarnation = 1
+    seeds.append(pool._places[0].own(pool.spec, 3).seed)
+    assert seeds == [7, 8, 9, 10]
+    assert "--random-seed" in EngineSpec("m", seed=7).server_arguments()
+    assert "--random-seed" not in EngineSpec("m").server_arguments()
