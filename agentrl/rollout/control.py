@@ -51,12 +51,14 @@ class EngineControl:
         self._headers = {"Authorization": f"Bearer {api_key}"}
         self._timeout = timeout
         self._session: aiohttp.ClientSession | None = None
+        self.closed = False  # its engine was given up
 
     def __repr__(self) -> str:
         return f"EngineControl({self.url})"
 
     async def close(self) -> None:
-        """Close the connections. The engine itself goes on."""
+        """Close the connections, for good. The engine itself goes on."""
+        self.closed = True
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -206,6 +208,8 @@ class EngineControl:
         *,
         accept: Sequence[int] = (200,),
     ) -> tuple[int, Any]:
+        if self.closed:
+            raise EngineError(f"engine {self.url}{path}: it was given up")
         if self._session is None:
             self._session = aiohttp.ClientSession(headers=self._headers)
         limit = self._timeout if timeout is None else timeout

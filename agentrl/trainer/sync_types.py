@@ -6,11 +6,11 @@ Nothing here imports torch: the state machine runs in a process that has no need
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from agentrl.errors import WeightSyncError
+from agentrl.errors import EngineError, WeightSyncError
 from agentrl.rollout.control import Bucket, EngineControl, SendResult
 
 
@@ -24,7 +24,7 @@ class Sender(Protocol):
     async def listen(self, host: str) -> int: ...
     async def connect(self, groups: dict[str, int], timeout: float, bucket_timeout: float) -> dict[str, str]: ...
     async def start(self) -> Bucket | None: ...
-    async def broadcast(self) -> SendResult: ...
+    async def broadcast(self, groups: list[str]) -> SendResult: ...
     async def checksums(self) -> list[dict[str, str]]: ...
     async def save(self, path: str) -> int: ...
     async def drop(self, name: str) -> None: ...
@@ -107,6 +107,25 @@ class SyncRun:
     finished: bool = False  # came to its end, with or without failed engines
 
     def fail(self, engine: EngineControl, reason: object) -> None:
+        """This engine must be replaced. The first reason stays."""
         if engine in self.active:
             self.active.remove(engine)
         self.failed.setdefault(engine, str(reason))
+
+    def fail_all(self, reason: str) -> None:
+        """No engine can be brought to the version."""
+        for engine in list(self.active):
+            self.fail(engine, reason)
+
+    async def each(self, call: Callable[[EngineControl], Awaitable[Any]]) -> None:
+        """One call to every active engine, side by side."""
+        await self.gather({engine: call(engine) for engine in self.active})
+
+    async def gather(self, calls: Mapping[EngineControl, Awaitable[Any]]) -> None:
+        """Await all; engines whose call failed are failed, the others go on. Other errors are raised."""
+        results = await asyncio.gather(*calls.values(), return_exceptions=True)
+        for engine, result in zip(calls, results, strict=True):
+            if isinstance(result, EngineError):
+                self.fail(engine, result)
+            elif isinstance(result, BaseException):
+                raise result

@@ -77,10 +77,11 @@ class WeightSender:
     # The group.
 
     def listen(self, host: str = "127.0.0.1") -> int:
-        """Open the rendezvous on ``host`` and return its port. Does not wait for anybody."""
+        """The port on ``host`` where groups are formed, open from now until :meth:`abort`. Waits for nobody."""
         if self._rank != 0:
             return 0
-        self.abort()
+        if self._store is not None:
+            return self._store.port
         listener = socket.create_server((host, 0), backlog=1024)
         port = listener.getsockname()[1]
         self._store = dist.TCPStore(
@@ -187,17 +188,19 @@ class WeightSender:
         self._walk = self._pack()
         return self._advance()
 
-    def broadcast(self) -> SendResult:
-        """Send the current bucket to all groups, and pack the next one."""
-        failed = self._send(self._current) if self._rank == 0 else {}
+    def broadcast(self, groups: list[str] | None = None) -> SendResult:
+        """Send the current bucket to these groups, by default to all, and pack the next one."""
+        failed = self._send(self._current, groups) if self._rank == 0 else {}
         return SendResult(self._advance(), failed)
 
-    def _send(self, packed: Packed) -> dict[str, str]:
+    def _send(self, packed: Packed, groups: list[str] | None) -> dict[str, str]:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         works: dict[str, Any] = {}
         failed: dict[str, str] = {}
         for name, group in self._groups.items():
+            if groups is not None and name not in groups:
+                continue
             try:
                 works[name] = group.broadcast([packed.flat], options)
             except RuntimeError as error:

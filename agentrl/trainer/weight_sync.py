@@ -29,13 +29,13 @@ import asyncio
 import shutil
 import tempfile
 import time
-import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from agentrl.errors import EngineError, WeightSyncError
 from agentrl.rollout.control import PAUSE_MODES, Bucket, EngineControl
+from agentrl.trainer.sync_groups import Groups
 from agentrl.trainer.sync_types import Deadlines, LocalSender, Sender, SyncFailed, SyncReport, SyncRun
 from agentrl.warden import scratch_folder
 
@@ -81,16 +81,13 @@ class WeightSync:
                 raise ValueError(f"weight-sync {what} {given!r}; expected one of {', '.join(known)}")
         self.sender = sender
         self.transport = transport
-        self.backend = backend
-        self.host = host
-        self.engine_ranks = engine_ranks
         self.pause_mode = pause_mode
         self.deadlines = deadlines or Deadlines()
         self.attempts = attempts
         self.verify = verify
         self.disk_dir = disk_dir
         self.retire = retire
-        self._groups: dict[str, list[EngineControl]] = {}
+        self._groups = Groups(sender, backend=backend, host=host, engine_ranks=engine_ranks, deadlines=self.deadlines)
 
     async def sync(self, engines: Sequence[EngineControl], version: int) -> SyncReport:
         """Bring the engines to the sender's weights under the number ``version``.
@@ -127,8 +124,7 @@ class WeightSync:
 
     async def close(self) -> None:
         """Leave the groups. Engines are left to themselves."""
-        self._groups = {}
-        await self.sender.abort()
+        await self._groups.abandon()
 
     # The two ways.
 
@@ -137,17 +133,19 @@ class WeightSync:
         first = await self._timed(run, "pack", self.sender.start())
         if first is None:
             raise WeightSyncError("the trainer exported no weights")
-        connected = await self._timed(run, "connect", self._connect(run))
+        connected = await self._timed(run, "connect", self._groups.connect(run))
         started = time.monotonic()
         await self._pause(run)
         await self._timed(run, "begin", self._begin(run))
         for attempt in range(self.attempts):
             if attempt:
                 first = await self._timed(run, "pack", self.sender.start())
-                connected = await self._timed(run, "connect", self._connect(run))
+                connected = await self._timed(run, "connect", self._groups.connect(run))
             if not run.active or (connected and await self._timed(run, "transfer", self._transfer(run, first))):
                 break
-            await self._recover(run, last=attempt == self.attempts - 1)
+            await self._groups.leave(run)
+            if attempt == self.attempts - 1:
+                run.fail_all(f"the weights could not be sent in {self.attempts} attempts")
         await self._timed(run, "end", self._end(run))
         await self._continue(run, started)
 
@@ -160,8 +158,7 @@ class WeightSync:
             started = time.monotonic()
             await self._pause(run)
             run.dirty.update(run.active)
-            load = self._each(
-                run,
+            load = run.each(
                 lambda engine: engine.update_from_disk(
                     path,
                     version=run.report.version,
@@ -179,64 +176,12 @@ class WeightSync:
 
     async def _pause(self, run: SyncRun) -> None:
         run.touched = list(run.active)
-        pause = self._each(run, lambda e: e.pause(self.pause_mode, timeout=self.deadlines.pause))
+        pause = run.each(lambda e: e.pause(self.pause_mode, timeout=self.deadlines.pause))
         await self._timed(run, "pause", pause)
 
     async def _begin(self, run: SyncRun) -> None:
         run.open.update(run.active)
-        await self._each(run, lambda e: e.begin_weight_update(timeout=self.deadlines.begin))
-
-    async def _connect(self, run: SyncRun) -> bool:
-        """Form the groups, if those of the last sync do not fit. False if a shared one could not be formed."""
-        members = [engine for group in self._groups.values() for engine in group]
-        if set(members) == set(run.active) and self._groups:
-            return True
-        await self._leave_groups(run)
-        if not run.active:
-            return True
-        shared = self.backend == "nccl"
-        parts = [list(run.active)] if shared else [[engine] for engine in run.active]
-        # Unique beyond this process: an engine may outlive a trainer, and SGLang keeps names for good.
-        groups = {f"agentrl-{uuid.uuid4().hex[:16]}": part for part in parts}
-        ranks = self.engine_ranks
-        port = await self.sender.listen(self.host)
-        world = {name: 1 + ranks * len(part) for name, part in groups.items()}
-        joins: dict[EngineControl, Coroutine[Any, Any, None]] = {}
-        for name, part in groups.items():
-            for index, engine in enumerate(part):
-                joins[engine] = engine.init_group(
-                    host=self.host,
-                    port=port,
-                    rank_offset=1 + ranks * index,
-                    world_size=world[name],
-                    group_name=name,
-                    backend=self.backend,
-                    timeout=self.deadlines.connect,
-                )
-        joining = {engine: asyncio.ensure_future(join) for engine, join in joins.items()}
-        self._groups = groups
-        try:
-            failed = await self._form(world, {name: [joining[e] for e in part] for name, part in groups.items()})
-        except BaseException:
-            for join in joining.values():
-                join.cancel()
-            raise
-        await self._gather(run, joining)
-        return await self._drop_failed_groups(run, failed)
-
-    async def _form(self, world: dict[str, int], joining: dict[str, list[asyncio.Future[None]]]) -> dict[str, str]:
-        """Have the sender form each group once its engines have come; give up those where one cannot come."""
-        waiting, failed = dict(world), {}
-        while waiting:
-            states = await self.sender.connect(waiting, self.deadlines.connect, self.deadlines.bucket)
-            for name, state in states.items():
-                absent = [join for join in joining[name] if join.done() and join.exception()]
-                if state == "waiting" and not absent:
-                    continue
-                del waiting[name]
-                if state != "formed":
-                    failed[name] = state if state != "waiting" else "an engine did not come"
-        return failed
+        await run.each(lambda e: e.begin_weight_update(timeout=self.deadlines.begin))
 
     async def _transfer(self, run: SyncRun, bucket: Bucket | None) -> bool:
         """Send all buckets. False if a shared group broke, so that all must be sent again."""
@@ -244,7 +189,7 @@ class WeightSync:
         report.nbytes = report.buckets = 0
         while bucket is not None and run.active:
             run.dirty.update(run.active)
-            group_of = {engine: name for name, part in self._groups.items() for engine in part}
+            group_of = self._groups.of(run.active)
             receive = {
                 engine: engine.update_from_distributed(
                     bucket,
@@ -255,18 +200,18 @@ class WeightSync:
                 )
                 for engine in run.active
             }
-            sending = asyncio.ensure_future(self.sender.broadcast())
-            await self._gather(run, receive)
+            sending = asyncio.ensure_future(self.sender.broadcast(sorted(set(group_of.values()))))
+            await run.gather(receive)
             sent = await sending
             report.nbytes += bucket.nbytes
             report.buckets += 1
-            if not await self._drop_failed_groups(run, sent.failed):
+            if not await self._groups.drop_failed(run, sent.failed):
                 return False
             bucket = sent.next
         return True
 
     async def _end(self, run: SyncRun) -> None:
-        await self._each(run, lambda e: e.end_weight_update(timeout=self.deadlines.end))
+        await run.each(lambda e: e.end_weight_update(timeout=self.deadlines.end))
         run.open.difference_update(run.active)
         await self._forget_prefixes(run)
 
@@ -274,10 +219,10 @@ class WeightSync:
         """Drop prefix caches of the old weights, where the update itself could not."""
         if self.pause_mode == "in_place":
             # Refused while requests are in flight; their prefixes then keep the old weights' cache.
-            await self._each(run, lambda e: e.flush(timeout=self.deadlines.end))
+            await run.each(lambda e: e.flush(timeout=self.deadlines.end))
 
     async def _continue(self, run: SyncRun, started: float) -> None:
-        go_on = self._each(run, lambda e: e.continue_(timeout=self.deadlines.resume))
+        go_on = run.each(lambda e: e.continue_(timeout=self.deadlines.resume))
         await self._timed(run, "continue", go_on)
         run.running.update(run.active)
         run.report.pause_seconds = time.monotonic() - started
@@ -288,7 +233,7 @@ class WeightSync:
         async def ask(engine: EngineControl) -> None:
             held[engine] = await engine.checksums(timeout=self.deadlines.verify)
 
-        expected, _ = await asyncio.gather(self.sender.checksums(), self._each(run, ask))
+        expected, _ = await asyncio.gather(self.sender.checksums(), run.each(ask))
         await self._settle(run)
         if not run.active:
             return
@@ -312,45 +257,12 @@ class WeightSync:
 
     # When something breaks.
 
-    async def _drop_failed_groups(self, run: SyncRun, failed: dict[str, str]) -> bool:
-        """Leave groups with a failed member. False if others were in one of them: :meth:`_recover` is due."""
-        shared_broke = False
-        for name, part in list(self._groups.items()):
-            if name not in failed and all(engine in run.active for engine in part):
-                continue
-            await self.sender.drop(name)
-            if len(part) == 1:
-                del self._groups[name]
-                run.fail(part[0], f"its group with the trainer failed: {failed.get(name)}")
-            else:
-                shared_broke = True
-        return not shared_broke
-
-    async def _recover(self, run: SyncRun, *, last: bool) -> None:
-        """After a shared group broke: unblock its members, keep those that answer."""
-        await self._leave_groups(run)
-        if last:
-            for engine in list(run.active):
-                run.fail(engine, f"the weights could not be sent in {self.attempts} attempts")
-
-    async def _leave_groups(self, run: SyncRun) -> None:
-        groups, self._groups = self._groups, {}
-        await self.sender.abort()
-        name_of = {engine: name for name, part in groups.items() for engine in part}
-        leaves = {
-            engine: engine.destroy_group(name, timeout=self.deadlines.resume)
-            for engine, name in name_of.items()
-            if engine not in run.failed
-        }
-        await self._gather(run, leaves)
-
     async def _settle(self, run: SyncRun) -> None:
         """Resume every engine that was touched and does not run; retire those that must be replaced."""
         stopped = [engine for engine in run.touched if engine not in run.running]
         if not run.finished:
             # The sync itself was broken off, by the trainer or by cancellation.
-            self._groups = {}
-            await self.sender.abort()
+            await self._groups.abandon()
             for engine in stopped:
                 if engine in run.dirty:
                     run.fail(engine, "the sync broke off while its weights were being replaced")
@@ -375,20 +287,6 @@ class WeightSync:
             except EngineError as error:
                 run.fail(engine, "it could not be resumed")
                 run.failed[engine] += f"; then: {error}"
-
-    # Doing one thing on all engines.
-
-    async def _each(self, run: SyncRun, call: Callable[[EngineControl], Coroutine[Any, Any, Any]]) -> None:
-        await self._gather(run, {engine: call(engine) for engine in run.active})
-
-    async def _gather(self, run: SyncRun, calls: Mapping[EngineControl, Awaitable[Any]]) -> None:
-        """Await all; engines whose call failed are failed, the others go on."""
-        results = await asyncio.gather(*calls.values(), return_exceptions=True)
-        for engine, result in zip(calls, results, strict=True):
-            if isinstance(result, EngineError):
-                run.fail(engine, result)
-            elif isinstance(result, BaseException):
-                raise result
 
     async def _timed(self, run: SyncRun, state: str, work: Awaitable[Any]) -> Any:
         started = time.monotonic()

@@ -41,6 +41,8 @@ class FakeSender:
         self.walks = 0
         self.sent = {"a": "sent", "b": "sent", "c": "sent"}
         self.calls: list[str] = []
+        self.sent_to: list[list[str]] = []
+        self.dropped: list[str] = []
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
@@ -74,8 +76,10 @@ class FakeSender:
         self.position = 0
         return self._bucket()
 
-    async def broadcast(self) -> SendResult:
+    async def broadcast(self, groups: list[str]) -> SendResult:
         self._called("broadcast")
+        assert set(groups) <= set(self.groups)
+        self.sent_to.append(groups)
         self.position += 1
         return SendResult(self._bucket())
 
@@ -89,6 +93,7 @@ class FakeSender:
 
     async def drop(self, name: str) -> None:
         self.groups.pop(name, None)
+        self.dropped.append(name)
 
     async def abort(self) -> None:
         self.calls.append("abort")
@@ -148,6 +153,24 @@ async def test_states_come_in_order_and_groups_are_kept() -> None:
         engines[0].calls.clear()
         await sync.sync(controls, 2)
         assert engines[0].calls == [*opening, *update, *closing]
+
+
+async def test_a_sync_of_one_engine_leaves_the_groups_of_the_others() -> None:
+    """As when a replacement is brought up to date while the others generate."""
+    async with fake_engines(2) as (engines, controls, sender):
+        sync = syncing(sender)
+        await sync.sync(controls[:1], 1)
+        (first,) = sender.groups
+        await sync.sync(controls[1:], 1)
+        (second,) = set(sender.groups) - {first}
+        assert sender.sent_to == [[first]] * 3 + [[second]] * 3
+        assert engines[0].calls.count("/pause_generation") == 1
+        await sync.sync(controls, 2)
+        assert set(sender.groups) == {first, second}
+        await controls[0].close()  # given up
+        await sync.sync(controls[1:], 3)
+        assert set(sender.groups) == {second}
+        assert sender.dropped == [first]
 
 
 @pytest.mark.parametrize(
