@@ -18,7 +18,7 @@ from agentrl.config.schema import Config
 from agentrl.data.buffer import DataBuffer, load_source
 from agentrl.data.store import TrajectoryStore
 from agentrl.data.tasks import TaskSource
-from agentrl.errors import AgentRLError, EnvError
+from agentrl.errors import AgentRLError, EngineError, EnvError
 from agentrl.evaluation.heldout import HeldOutSet, held_out_sets, run_set
 from agentrl.process import write_log_to
 from agentrl.rollout.chat import ChatTemplate
@@ -55,6 +55,7 @@ class RolloutManager:
         self._fresh: deque[Trajectory] = deque(maxlen=1)
         self._want_example = True
         self._last_groups: list[str] = []
+        self._last_dropped: list[str] = []
 
     async def start(self) -> None:
         """Start engines and router, and open everything an episode needs. Raises the errors of each."""
@@ -74,8 +75,8 @@ class RolloutManager:
         try:
             await asyncio.to_thread(self._open_data)
         except BaseException:
-            await asyncio.gather(starting, return_exceptions=True)
-            await self.pool.stop()
+            # Stopped first: engines may take minutes to come up for a run that cannot begin.
+            await asyncio.gather(self.pool.stop(), starting, return_exceptions=True)
             raise
         await starting
         self.client = EngineClient(self.pool.router_url, self.pool.router_key)
@@ -123,19 +124,23 @@ class RolloutManager:
             raise AgentRLError("the data source has no more tasks; lower --num-rollout or give more data")
         before = self.client.metrics()
         self._count(len(draws) * cfg.n_samples_per_prompt)
-        groups = await asyncio.gather(
-            *(
-                self.runner.run_group(
-                    draw.task, cfg.n_samples_per_prompt, draw.group_id, on_trajectory=self._on_episode
+        groups = await self._unless_broken(
+            asyncio.gather(
+                *(
+                    self.runner.run_group(
+                        draw.task, cfg.n_samples_per_prompt, draw.group_id, on_trajectory=self._on_episode
+                    )
+                    for draw in draws
                 )
-                for draw in draws
             )
         )
         seconds = time.monotonic() - began
         self.buffer.add_samples(groups)
         taken = self.buffer.take(len(groups))
-        self._last_groups = [group.group_id for group in taken]
         advantages = grpo(taken, normalize_std=cfg.grpo_std_normalization)
+        compared = {t.group_id for group in taken for t in group.trajectories if t.trajectory_id in advantages}
+        self._last_groups = [group.group_id for group in taken if group.group_id in compared]
+        self._last_dropped = [group.group_id for group in taken if group.group_id not in compared]
         episodes = [t for group in taken for t in group.trajectories]
         await asyncio.to_thread(self.store.write, step, episodes, advantages=advantages)
         self._refuse_if_hopeless(episodes, advantages)
@@ -151,6 +156,17 @@ class RolloutManager:
         import ray
 
         return metrics, [ray.put(batch)]
+
+    async def _unless_broken(self, episodes: asyncio.Future[Any]) -> Any:
+        """The result of playing episodes, unless no engine is left: then they would wait out every deadline."""
+        try:
+            while not episodes.done():
+                await asyncio.wait([episodes], timeout=1.0)
+                if self.pool.broken and not episodes.done():
+                    raise EngineError(self.pool.broken)
+        finally:
+            episodes.cancel()
+        return await episodes
 
     def _refuse_if_hopeless(self, episodes: list[Trajectory], advantages: dict[str, float]) -> None:
         failed = [t for t in episodes if t.outcome is Outcome.INFRA_ERROR]
@@ -183,9 +199,10 @@ class RolloutManager:
         return dict(self._counted), self._fresh.popleft() if self._fresh else None
 
     async def mark_trained(self) -> None:
-        """The optimizer has taken the last batch: its tasks count as trained."""
+        """The optimizer has taken the last batch: its tasks count as trained, those that gave nothing as dropped."""
         self.buffer.mark_trained(self._last_groups)
-        self._last_groups = []
+        self.buffer.drop(self._last_dropped)
+        self._last_groups, self._last_dropped = [], []
 
     # -- evaluation -----------------------------------------------------------------------------------
 
@@ -197,13 +214,14 @@ class RolloutManager:
         for held_out in self.held_out:
             runner = self._runner(held_out.spec, held_out.kwargs, eval_params(cfg), cfg.rollout_concurrency)
             try:
-                summary, trajectories = await run_set(
+                playing = run_set(
                     runner,
                     held_out,
                     samples=cfg.n_samples_per_eval_prompt,
                     tag=f"eval-{step:06d}-{held_out.name}",
                     on_episode=self._on_episode,
                 )
+                summary, trajectories = await self._unless_broken(asyncio.ensure_future(playing))
             finally:
                 await runner.close()
             summaries[held_out.name] = summary.to_dict()
@@ -243,6 +261,7 @@ class RolloutManager:
                 transport=cfg.weight_sync_transport,
                 backend="nccl" if has_gpu() else "gloo",
                 host=cfg.host,
+                engine_ranks=cfg.rollout_num_gpus_per_engine if has_gpu() else 1,
                 pause_mode=cfg.pause_mode,
                 disk_dir=self.run_dir if cfg.weight_sync_transport == "disk" else None,
             )
