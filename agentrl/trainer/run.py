@@ -16,7 +16,7 @@ from rich.text import Text
 
 from agentrl.config.schema import Config
 from agentrl.data.rundir import RunDir
-from agentrl.errors import AgentRLError, EnvError
+from agentrl.errors import AgentRLError, ConfigError, EnvError
 from agentrl.loading import portable
 from agentrl.process import terminate_on_sigterm, write_log_to
 from agentrl.progress import Progress, before_after, clock, episode_panel, shown
@@ -48,6 +48,11 @@ def train(cfg: Config) -> int:
     check_environment(cfg)
     source = CheckpointStore.open_run(cfg.load) if cfg.load else None
     start = source.step if source else 0
+    if source is None and cfg.save and (others := CheckpointStore(cfg.save).steps()):
+        raise ConfigError(
+            f"--save {cfg.save} holds checkpoints of another run (up to step {others[-1]}), which this one "
+            "would remove as it goes. Choose another folder, or continue that run with --load."
+        )
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(RunDir.resume(cfg, step=start) if source else RunDir.create(cfg))
         write_log_to(run.logs / "driver.log", cfg.log_level)
@@ -152,8 +157,8 @@ def start_actors(cfg: Config, cluster: Cluster, run: RunDir) -> tuple[TrainerGro
         RolloutGroup(
             manager,
             deadline=START_DEADLINE_S + cfg.engine_timeout,
-            # Each episode ends by its own timeout, so a batch ends after so many waves of them.
-            rollout_deadline=waves * 2 * (cfg.episode_timeout + cfg.engine_timeout),
+            # Each of an episode's three attempts ends by its own timeout, so a batch ends after so many waves of them.
+            rollout_deadline=waves * 3 * (cfg.episode_timeout + cfg.engine_timeout),
         ),
     )
 
@@ -180,7 +185,11 @@ def report(run: RunDir, progress: Progress) -> None:
         if pair is not None:
             progress.log(episode_panel(pair[0], f"a held-out task before training ({pair[0].task.task_id})"))
             progress.log(episode_panel(pair[1], f"the same task after {last['step']} steps"))
-        progress.log(before_after([(n, first["sets"][n], last["sets"][n]) for n in last["sets"] if n in first["sets"]]))
+        rows = [(n, first["sets"].get(n), last["sets"][n]) for n in last["sets"]]
+        # A set of which no episode could be scored, or that was added on the way, has nothing to compare.
+        rows = [row for row in rows if all(side and side["success"]["n"] for side in row[1:])]
+        if rows:
+            progress.log(before_after(rows))
     folder = shown(run.path)
     places = {"run folder": folder, "reward curve": shown(figure)}
     if run.config.tensorboard:

@@ -152,6 +152,12 @@ def test_several_steps_a_rollout_and_the_reference_stays(make_trainer):
     assert trainer.train(batch)["train/kl_loss"] > 0
 
 
+def test_a_rollout_with_fewer_trajectories_than_steps_is_trained_in_fewer(make_trainer):
+    trainer = make_trainer()
+    assert trainer.train(random_batch(4, segments=2), num_steps=3)["train/steps"] == 2
+    assert trainer.steps_done == 2
+
+
 def test_recomputed_old_log_probabilities(make_trainer):
     batch = random_batch(6)
     metrics = make_trainer(recompute_old_logprobs=True).train(batch)

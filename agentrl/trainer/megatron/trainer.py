@@ -143,12 +143,14 @@ class MegatronTrainer:
 
         Args:
             batch: all samples of the rollout; every rank gets the whole of it and takes its part.
-            num_steps: optimizer steps; trajectories are dealt to them in order, never split.
+            num_steps: optimizer steps; trajectories are dealt to them in order, never split. Fewer are made
+                where fewer trajectories are left of the rollout.
 
         Returns:
             Metrics, means over the steps (counts are sums, ``lr`` is the last). The same on all ranks.
         """
         started = time.perf_counter()
+        num_steps = min(num_steps, max(batch.num_trajectories, 1))
         if self.loss_options.kl_loss_coef and batch.ref_logprobs is None:
             batch = batch.with_logprobs(ref_logprobs=self.log_probs(batch, "ref"))
         current_is_old = self.options.recompute_old_logprobs and num_steps == 1

@@ -1,0 +1,54 @@
+"""What the driver does before and after the processes of a run."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agentrl.config import load_config
+from agentrl.data.rundir import RunDir
+from agentrl.errors import ConfigError
+from agentrl.evaluation.metrics import summarize
+from agentrl.progress import Progress
+from agentrl.trainer.run import report, train
+from agentrl.types import StopReason, Task, Trajectory
+
+
+def summary(*reasons: StopReason) -> dict:
+    episodes = [
+        Trajectory(f"t{i}", f"g{i}", Task(f"task/{i}", i), [], [], success=True, stop_reason=reason)
+        for i, reason in enumerate(reasons)
+    ]
+    return summarize("x", "test", episodes, 1.0).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "compared"),
+    [
+        ({"a": summary(StopReason.DONE)}, {"a": summary(StopReason.DONE)}, True),
+        ({"a": summary(StopReason.ENGINE_ERROR)}, {"a": summary(StopReason.DONE)}, False),
+        ({"a": summary(StopReason.DONE)}, {"b": summary(StopReason.DONE)}, False),
+    ],
+)
+def test_the_closing_report_compares_what_can_be_compared(
+    tmp_path: Path, before: dict, after: dict, compared: bool
+) -> None:
+    cfg = load_config(["--env", "search", "--output-dir", str(tmp_path / "run"), "--no-tensorboard"])
+    out = io.StringIO()
+    with RunDir.create(cfg) as run:
+        run.log_evaluation(0, before)
+        run.log_evaluation(2, after)
+        report(run, Progress("x", 2, console=Console(file=out, width=120)))
+    assert ("Held-out tasks, before" in out.getvalue()) == compared
+    assert "done in" in out.getvalue()
+
+
+def test_a_folder_with_another_runs_checkpoints_is_not_taken_for_a_new_run(tmp_path: Path) -> None:
+    (tmp_path / "saved" / "step_000040").mkdir(parents=True)
+    cfg = load_config(["--env", "search", "--save", str(tmp_path / "saved"), "--output-dir", str(tmp_path / "run")])
+    with pytest.raises(ConfigError, match="up to step 40"):
+        train(cfg)
+    assert not (tmp_path / "run").exists()
