@@ -97,9 +97,7 @@ class EngineOptions:
     """Precision of engines and trainer; `auto` is fp32 on the CPU and bf16 on GPUs."""
     engine_timeout: Seconds = 600.0
     """Longest wait in seconds for an engine: to start, and to answer one request with all its retries."""
-    router_policy: Literal["consistent_hashing", "cache_aware", "round_robin", "random", "power_of_two"] = (
-        "consistent_hashing"
-    )
+    router_policy: Literal["consistent_hashing", "cache_aware", "round_robin", "random"] = "consistent_hashing"
     """How the router chooses an engine; `consistent_hashing` keeps an episode on one engine."""
     host: str = "127.0.0.1"
     """Address the servers of a run listen on. Other than loopback only in a network you trust; the run's key is asked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,9 @@ def _environment(config: Config | EvalConfig, explicit: Mapping[str, str]) -> It
     names = [name for name, _ in config.eval_prompt_data]
     for name in sorted({n for n in names if names.count(n) > 1}):
         yield f"--eval-prompt-data: the name {name!r} is given more than once; results are reported by name."
+    for name in names:
+        if not re.fullmatch(r"[\w.-]+", name):
+            yield f"--eval-prompt-data: the name {name!r} becomes a file name: letters, digits, '-', '_' and '.' only."
     files += [(f"--eval-prompt-data {name}", path) for name, path in config.eval_prompt_data]
     for flag, path in files:
         if not Path(path).is_file():

@@ -144,3 +144,10 @@ def test_wrong_policy_and_port_in_use(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(EngineError, match=f"port {port} on 127.0.0.1 is in use"):
             RouterProcess(log_dir=tmp_path, port=port).start(10)
+
+
+def test_every_policy_that_can_be_asked_for_is_known() -> None:
+    from agentrl.config.fields import options
+    from agentrl.config.schema import Config
+
+    assert set(options(Config)["router_policy"].choices) <= set(POLICIES)
