@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.config.schema import EvalConfig
-from agentrl.data.files import JsonLines, write_text
+from agentrl.data.files import JsonLines, finite, write_text
 from agentrl.data.records import to_record
 from agentrl.data.rundir import RunDir
 from agentrl.errors import AgentRLError
@@ -46,11 +46,23 @@ def evaluate(cfg: EvalConfig) -> dict[str, EvalSummary]:
         summaries = asyncio.run(_until_sigterm(_evaluate(cfg, model, sets, run, progress)))
         write_text(
             run.path / "summary.json",
-            json.dumps({name: summary.to_dict() for name, summary in summaries.items()}, indent=2) + "\n",
+            json.dumps(finite({name: summary.to_dict() for name, summary in summaries.items()}), indent=2) + "\n",
         )
         progress.log(summary_table(summaries))
         progress.log(Text(f"every episode is in {shown(run.path / 'trajectories.jsonl')}"))
+        refuse_if_unscored(summaries)
     return summaries
+
+
+def refuse_if_unscored(summaries: dict[str, EvalSummary]) -> None:
+    """Raises AgentRLError when a set has no score, so that a script does not take its absence for one."""
+    for name, summary in summaries.items():
+        if not summary.success.n:
+            reasons = ", ".join(f"{reason} {count}" for reason, count in summary.stop_reasons.items())
+            raise AgentRLError(
+                f"{name}: not one of {summary.errors} episodes could be scored ({reasons}); their errors are in "
+                "trajectories.jsonl of the run folder"
+            )
 
 
 async def _until_sigterm(work: Coroutine[Any, Any, Any]) -> Any:

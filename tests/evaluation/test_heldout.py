@@ -4,8 +4,11 @@ from types import SimpleNamespace
 import pytest
 
 from agentrl.config import load_config
-from agentrl.errors import ConfigError
+from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation.heldout import held_out_sets
+from agentrl.evaluation.metrics import summarize
+from agentrl.evaluation.run import refuse_if_unscored
+from agentrl.types import StopReason, Task, Trajectory
 
 
 @pytest.fixture
@@ -28,6 +31,20 @@ def test_the_environments_own_split_is_thinned_and_fixed():
 def test_files_are_held_out_whole_beside_the_environment(tasks):
     sets = held_out_sets(config("--env", "search", "--eval-prompt-data", "sums", tasks))
     assert [(s.name, s.split, len(s.tasks)) for s in sets] == [("search", "test", 5), ("sums", "all", 5)]
+
+
+def test_the_name_of_a_file_must_serve_as_a_file_name(tasks):
+    with pytest.raises(ConfigError, match=r"--eval-prompt-data: the name 'my set'"):
+        config("--env", "search", "--eval-prompt-data", "my set", tasks)
+
+
+def test_an_evaluation_in_which_nothing_was_scored_is_a_failure():
+    task = Task("t", 0)
+    failed = Trajectory("a", "g", task, [], [], stop_reason=StopReason.ENGINE_ERROR)
+    fine = Trajectory("b", "g", task, [], [], success=True)
+    refuse_if_unscored({"search": summarize("search", "test", [failed, fine], 1.0)})
+    with pytest.raises(AgentRLError, match=r"not one of 1 episodes .*engine_error 1"):
+        refuse_if_unscored({"search": summarize("search", "test", [failed], 1.0)})
 
 
 def test_prompt_data_without_held_out_tasks_says_what_to_give(tasks):
