@@ -233,6 +233,8 @@ def watch(driver_pid: int, interval: float, pipe: int = 0) -> None:
             continue
         data = os.read(pipe, 65536)
         if not data:
+            # A driver that ends in order is still there: what it started since the last recording counts too.
+            recorded.update(proc for proc in descendants(driver_pid, include_root=False) if proc.pid != me)
             break
         buffer += data
         *lines, buffer = buffer.split(b"\n")

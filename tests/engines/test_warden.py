@@ -155,3 +155,18 @@ def test_a_recycled_id_is_never_taken_for_the_old_process() -> None:
     assert identify(process.pid) is None
     assert not is_running(real)
     assert descendants(process.pid) == []
+
+
+def test_what_was_started_just_before_the_end_is_ended_too() -> None:
+    code = textwrap.dedent(
+        """
+        import subprocess, sys, time
+        from agentrl.warden import Warden
+        with Warden(interval=30):
+            time.sleep(1)
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+        print(child.wait(timeout=20))
+        """
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == str(-signal.SIGTERM), result.stderr
