@@ -18,7 +18,7 @@ from agentrl.data.rundir import RunDir
 from agentrl.errors import AgentRLError
 from agentrl.evaluation.heldout import HeldOutSet, held_out_sets, run_set
 from agentrl.evaluation.metrics import EvalSummary
-from agentrl.process import terminate_on_sigterm
+from agentrl.process import terminate_on_sigterm, write_log_to
 from agentrl.progress import Progress, shown
 from agentrl.rollout.setup import engine_spec, episode_limits, eval_params, make_env, scratch
 from agentrl.types import Trajectory
@@ -42,6 +42,7 @@ def evaluate(cfg: EvalConfig) -> dict[str, EvalSummary]:
         Warden() as warden,
         scratch(warden),
     ):
+        write_log_to(run.logs / "driver.log", cfg.log_level)
         progress.log(Text(f"run folder  {run.path}\nmodel       {model}"))
         summaries = asyncio.run(_until_sigterm(_evaluate(cfg, model, sets, run, progress)))
         write_text(
@@ -104,9 +105,7 @@ async def _evaluate(
         await pool.start()
         chat = ChatTemplate(model)
         async with EngineClient(pool.router_url, pool.router_key) as client:
-            return {
-                held_out.name: await _one_set(cfg, held_out, client, chat, lines, progress) for held_out in sets
-            }
+            return {held_out.name: await _one_set(cfg, held_out, client, chat, lines, progress) for held_out in sets}
     finally:
         with contextlib.suppress(AgentRLError):
             await asyncio.shield(pool.stop())

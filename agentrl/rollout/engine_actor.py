@@ -133,8 +133,14 @@ class PooledEngine:
         """Stem of the log file; a replacement has a log of its own."""
         return f"engine-{self.index}" + (f"-restart-{self.incarnation}" if self.incarnation else "")
 
-    def own(self, spec: EngineSpec, places: int) -> EngineSpec:
-        """What the engine here serves: with one seed, engines would sample the same answers to the same prompt."""
+    def own(self, spec: EngineSpec, places: int, *, placed: bool = True) -> EngineSpec:
+        """What the engine here serves, on what.
+
+        With one seed, engines would sample the same answers to the same prompt. Where nobody has ``placed`` it (Ray
+        shows an actor its own GPUs only), it takes the GPUs after those of the places before it.
+        """
+        if not placed and spec.device == "cuda":
+            spec = replace(spec, extra={"base-gpu-id": self.index * spec.tp, **spec.extra})
         if spec.seed is None:
             return spec
         return replace(spec, seed=(spec.seed + self.index + places * self.incarnation) % _SEED_LIMIT)

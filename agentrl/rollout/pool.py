@@ -236,7 +236,7 @@ class EnginePool:
 
     async def _fill(self, place: PooledEngine) -> LocalEngine | RayEngine:
         """Start an engine in this place; pending afterwards, if it still lives."""
-        place.state, spec = STARTING, place.own(self.spec, len(self._places))
+        place.state, spec = STARTING, place.own(self.spec, len(self._places), placed=self._ray_options is not None)
         arguments = {"name": place.name, "log_dir": self._log_dir, "host": self.host, "api_key": self._engine_key}
         if self._ray_options is None:
             place.engine = LocalEngine(spec, **arguments)

@@ -48,11 +48,7 @@ def train(cfg: Config) -> int:
     check_environment(cfg)
     source = CheckpointStore.open_run(cfg.load) if cfg.load else None
     start = source.step if source else 0
-    if source is None and cfg.save and (others := CheckpointStore(cfg.save).steps()):
-        raise ConfigError(
-            f"--save {cfg.save} holds checkpoints of another run (up to step {others[-1]}), which this one "
-            "would remove as it goes. Choose another folder, or continue that run with --load."
-        )
+    check_targets(cfg, new=source is None)
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(RunDir.resume(cfg, step=start) if source else RunDir.create(cfg))
         write_log_to(run.logs / "driver.log", cfg.log_level)
@@ -81,6 +77,24 @@ def with_absolute_paths(cfg: Config) -> Config:
     return cfg.replace(**changes, **hooks, eval_prompt_data=sets)
 
 
+def check_targets(cfg: Config, *, new: bool) -> None:
+    """Raises ConfigError where the run would replace what is not its own; ``new``: it does not go on from another."""
+    if new and cfg.save and (others := CheckpointStore(cfg.save).steps()):
+        raise ConfigError(
+            f"--save {cfg.save} holds checkpoints of another run (up to step {others[-1]}), which this one "
+            "would remove as it goes. Choose another folder, or continue that run with --load."
+        )
+    target = Path(cfg.save_hf) if cfg.save_hf else None
+    if target is None or not target.exists():
+        return
+    models = [Path(model).resolve() for model in (cfg.hf_checkpoint, cfg.ref_load) if model]
+    if target.resolve() in models:
+        raise ConfigError(f"--save-hf {target} is the model the run starts from: it would be replaced. Choose another.")
+    exported = target.is_dir() and (target / "config.json").is_file() and any(target.glob("*.safetensors"))
+    if not exported and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"--save-hf {target} holds something that is no model: it would be removed. Choose another.")
+
+
 def check_environment(cfg: Config) -> None:
     """Make and reset the environment once, here, so that what is wrong with it is said before anything starts."""
     if cfg.env or cfg.prompt_data:
@@ -105,9 +119,7 @@ def bundles(cfg: Config) -> list[Bundle]:
     return [*ranks, *engines, Bundle("rollout-manager", 1)]
 
 
-async def _run(
-    cfg: Config, cluster: Cluster, run: RunDir, progress: Progress, source: Checkpoint | None
-) -> None:
+async def _run(cfg: Config, cluster: Cluster, run: RunDir, progress: Progress, source: Checkpoint | None) -> None:
     rollout: RolloutGroup | None = None
     checkpoints = CheckpointStore(run.checkpoints, keep_last=cfg.keep_last)
     with terminate_on_sigterm():

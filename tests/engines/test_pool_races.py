@@ -94,3 +94,10 @@ def test_engines_of_one_run_have_seeds_of_their_own() -> None:
     assert seeds == [7, 8, 9, 10]
     assert "--random-seed" in EngineSpec("m", seed=7).server_arguments()
     assert "--random-seed" not in EngineSpec("m").server_arguments()
+
+
+def test_engines_that_nobody_places_take_gpus_of_their_own() -> None:
+    pool = EnginePool(EngineSpec("m", device="cuda", tp=2), 2)
+    arguments = [place.own(pool.spec, 2, placed=False).server_arguments() for place in pool._places]
+    assert [words[words.index("--base-gpu-id") + 1] for words in arguments] == ["0", "2"]
+    assert "--base-gpu-id" not in pool._places[1].own(pool.spec, 2).server_arguments()

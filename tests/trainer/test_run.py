@@ -13,7 +13,7 @@ from agentrl.data.rundir import RunDir
 from agentrl.errors import ConfigError
 from agentrl.evaluation.metrics import summarize
 from agentrl.progress import Progress
-from agentrl.trainer.run import report, train
+from agentrl.trainer.run import check_targets, report, train
 from agentrl.types import StopReason, Task, Trajectory
 
 
@@ -52,3 +52,22 @@ def test_a_folder_with_another_runs_checkpoints_is_not_taken_for_a_new_run(tmp_p
     with pytest.raises(ConfigError, match="up to step 40"):
         train(cfg)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("case", ["not a model", "the model itself", "an earlier export", "empty"])
+def test_the_export_replaces_nothing_but_an_export(tmp_path: Path, case: str) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    cfg = load_config(["--env", "search", "--save-hf", str(target)])
+    if case == "not a model":
+        (target / "thesis.tex").touch()
+    elif case != "empty":
+        (target / "config.json").write_text("{}")
+        (target / "model.safetensors").touch()
+    if case == "the model itself":
+        cfg = cfg.replace(hf_checkpoint=str(tmp_path / "." / "target"))
+    if case in ("empty", "an earlier export"):
+        check_targets(cfg, new=True)
+    else:
+        with pytest.raises(ConfigError, match="--save-hf .*Choose another"):
+            check_targets(cfg, new=True)
