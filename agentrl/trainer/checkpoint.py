@@ -156,6 +156,12 @@ class CheckpointStore:
 
     # -- writing ----------------------------------------------------------------------------------
 
+    def go_on_from(self, checkpoint: Checkpoint) -> None:
+        """Make ``checkpoint`` the newest, if it is one of these: a run that went back does not skip ahead again."""
+        if checkpoint.path.parent.resolve() == self.root.resolve() and self.newest_step() != checkpoint.step:
+            with storage_errors(self.root):
+                write_atomically(self.root / "latest", _name(checkpoint.step))
+
     async def save(self, step: int, *, trainer: TrainerState, rollout: RolloutState) -> Checkpoint:
         """Write a checkpoint of the whole run."""
         with storage_errors(self.root):

@@ -111,18 +111,19 @@ def _pack(
 ) -> list[list[int]]:
     """Bins within the limit, their number a multiple of ``dp``, loads nearly equal.
 
-    Longest first into the lightest bin; one more bin a rank until everything fits.
+    Longest first into the lightest bin; more bins, by a sixty-fourth or one a rank, until everything fits.
     """
     longest_first = sorted(samples, key=lambda i: (-lengths[i], i))
     if max_tokens is None:
         count = _round_up(-(-len(samples) // micro_batch_size), dp)
         return _fill(longest_first, lengths, count, None, micro_batch_size)
-    count = _round_up(-(-sum(lengths[i] for i in samples) // max_tokens), dp)
+    apart = sum(2 * lengths[i] > max_tokens for i in samples)  # no two of these share a bin
+    count = _round_up(max(-(-sum(lengths[i] for i in samples) // max_tokens), apart), dp)
     while True:
         bins = _fill(longest_first, lengths, count, max_tokens, None)
         if bins is not None:
             return bins
-        count += dp
+        count += _round_up(count // 64, dp)
 
 
 def _fill(

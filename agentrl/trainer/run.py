@@ -52,6 +52,8 @@ def train(cfg: Config) -> int:
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(RunDir.resume(cfg, step=start) if source else RunDir.create(cfg))
         write_log_to(run.logs / "driver.log", cfg.log_level)
+        if source is not None:
+            CheckpointStore(run.checkpoints).go_on_from(source)
         progress = stack.enter_context(Progress(f"agentrl train · {run.path.name}", cfg.num_rollout))
         progress.resume_at(start)
         progress.log(Text(f"run folder  {run.path}"))

@@ -150,3 +150,13 @@ def test_going_on_from_an_earlier_step_makes_that_branch_the_newest(tmp_path):
 def test_commit_without_begin_says_what_to_do(tmp_path):
     with pytest.raises(CheckpointError, match="begin"):
         CheckpointStore(tmp_path).commit(3)
+
+
+def test_a_run_that_went_back_stays_there_until_it_saves_again(tmp_path):
+    store = CheckpointStore(tmp_path)
+    save(store, 2, 4, 6)
+    store.go_on_from(store.open("step_000002"))
+    assert CheckpointStore.open_run(tmp_path).step == store.newest_step() == 2
+    elsewhere = CheckpointStore(tmp_path / "other")
+    elsewhere.go_on_from(store.open("step_000004"))
+    assert not elsewhere.root.exists()

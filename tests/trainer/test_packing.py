@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.errors import ConfigError
+from agentrl.trainer import packing
 from agentrl.trainer.packing import schedule
 
 lengths = st.lists(st.integers(1, 300), min_size=1, max_size=60)
@@ -80,3 +81,13 @@ def test_errors_name_what_is_wrong(kwargs, text):
     sizes = kwargs.pop("lengths")
     with pytest.raises(ConfigError, match=text):
         schedule(sizes, **kwargs)
+
+
+def test_long_samples_are_packed_in_few_attempts(monkeypatch):
+    attempts, fill = [], packing._fill
+    monkeypatch.setattr(packing, "_fill", lambda *args: attempts.append(1) or fill(*args))
+    for length in (5000, 3000, 2100):
+        attempts.clear()
+        (step,) = packing.schedule([length] * 1024, dp=2, max_tokens=8192)
+        assert len(attempts) < 24
+        assert step.num_micro_batches * 2 <= 1.05 * 1024 / (8192 // length) + 2
