@@ -20,6 +20,7 @@ _CHUNKED = re.compile(rb"\r\ntransfer-encoding:[^\r]*chunked")
 _CLOSE = re.compile(rb"\r\nconnection:[^\r]*close")
 _UNSAFE = re.compile(r"[^\x21-\x7e]")
 _LARGEST_HEAD = 1 << 16
+_STALE_SECONDS = 0.5
 
 
 class HttpPost:
@@ -63,10 +64,12 @@ class HttpPost:
             connection, used = self._take(), True
             if connection is None:
                 connection, used = await self._connect(min(self._connect_timeout, timeout)), False
+            sent = time.monotonic()
             try:
-                status, content = await connection.exchange(request, deadline - time.monotonic())
+                status, content = await connection.exchange(request, deadline - sent)
             except _Stale:
-                if used:  # the server had let go of it; nothing was answered, so ask anew
+                # Lost at once, it had been let go of before it was used. Lost later, the server had the request.
+                if used and time.monotonic() - sent < _STALE_SECONDS:
                     continue
                 raise
             if connection.usable:

@@ -172,3 +172,32 @@ def test_giving_up_drops_the_connection(run, given_up):
         server.close()
 
     run(go())
+
+
+def test_a_request_that_the_server_had_is_not_sent_again_as_it_is(run):
+    async def go():
+        async with serving(plain(b"1"), b"") as (url, received, _):  # the second time it hangs up without a word
+            http = HttpPost(url, {})
+            await http.post(b"{}", "X-Key", "t-0", timeout=5)
+            connection = http._idle[-1]
+            written = connection._transport.write
+            connection._transport = _Slow(connection._transport, written)
+            with pytest.raises(ConnectionError):
+                await http.post(b"{}", "X-Key", "t-0", timeout=5)
+            await http.close()
+            return len(received)
+
+    assert run(go(), 10) == 2
+
+
+class _Slow:
+    """A transport whose bytes leave a second after they were written, as if the server had taken so long."""
+
+    def __init__(self, transport, write):
+        self._transport, self._write = transport, write
+
+    def write(self, data):
+        asyncio.get_running_loop().call_later(1.0, self._write, data)
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
