@@ -113,6 +113,10 @@ class RolloutGroup:
         """The batch was trained on."""
         await within("the data account", self.deadline, self.manager.mark_trained.remote())
 
+    async def hold(self) -> None:
+        """Have replaced engines wait for the next sync: the trainer's ranks are about to work together."""
+        await within("a replaced engine's weights", self.deadline, self.manager.hold.remote())
+
     async def state(self) -> dict[str, Any]:
         """State for a checkpoint."""
         return (await within("the data state", self.deadline, self.manager.state.remote()))[0]

@@ -180,8 +180,9 @@ class RolloutManager:
             )
         if not advantages:
             raise AgentRLError(
-                "no group of this rollout has two episodes that can be compared, so there is nothing to train "
-                "on; --n-samples-per-prompt must be at least 2"
+                f"no group of this rollout has two episodes that can be compared, so there is nothing to train on: "
+                f"{self.cfg.n_samples_per_prompt} episodes a task were asked for (--n-samples-per-prompt, at least 2), "
+                f"{len(failed)} of {len(episodes)} failed"
             )
 
     def _count(self, total: int) -> None:
@@ -193,6 +194,10 @@ class RolloutManager:
         if self._want_example and trajectory.outcome is not Outcome.INFRA_ERROR:
             self._want_example = False
             self._fresh.append(trajectory)
+
+    async def hold(self) -> None:
+        """Replaced engines wait for the next sync from here on; returns when none is being given weights."""
+        await self.pool.hold()
 
     async def peek(self) -> tuple[dict[str, int], Trajectory | None]:
         """How far the batch at hand is; once, the first episode of the run."""

@@ -48,6 +48,11 @@ def train(cfg: Config) -> int:
     check_environment(cfg)
     source = CheckpointStore.open_run(cfg.load) if cfg.load else None
     start = source.step if source else 0
+    if start >= cfg.num_rollout:
+        raise ConfigError(
+            f"{cfg.load} has done {start} of {cfg.num_rollout} rollouts: nothing is left to train. To go on, give a "
+            "larger --num-rollout."
+        )
     check_targets(cfg, new=source is None)
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(RunDir.resume(cfg, step=start) if source else RunDir.create(cfg))
@@ -139,6 +144,7 @@ async def _run(cfg: Config, cluster: Cluster, run: RunDir, progress: Progress, s
             )
             if cfg.save_hf:
                 progress.stage("exporting the model")
+                await rollout.hold()
                 await trainer.save_hf(Path(cfg.save_hf))
         finally:
             progress.stage("stopping")
