@@ -129,7 +129,7 @@ class Bench:
     async def load_and_receive(self) -> float:
         """Seconds of SGLang's metric for one update whose data is already on its way."""
         control = self.control
-        (name,) = self.sync._groups
+        name = self.sync._groups.of([control])[control]
         bucket = await asyncio.to_thread(self.sender.start)
         await control.pause("retract")
         await control.begin_weight_update()
