@@ -19,7 +19,6 @@ import platform
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +27,9 @@ from agentrl.data.store import TrajectoryStore
 from agentrl.data.tasks import env_label
 from agentrl.data.tracking import TensorBoard, Tracker, WandB, plot_reward
 from agentrl.errors import ConfigError, StorageError
+from agentrl.versions import installed
 
 REWARD = "rollout/reward"
-_VERSIONED = (
-    "agentrl",
-    "torch",
-    "megatron-core",
-    "mbridge",
-    "ray",
-    "sglang",
-    "sglang-router",
-    "transformers",
-    "gymnasium",
-    "numpy",
-)
 
 
 class RunDir:
@@ -134,7 +122,7 @@ class RunDir:
                 "argv": sys.argv[1:],
                 "python": platform.python_version(),
                 "platform": platform.platform(),
-                "versions": _versions(),
+                "versions": installed(),
             }
         )
         write_text(run_file, json.dumps({"starts": starts}, indent=2) + "\n")
@@ -263,13 +251,3 @@ def _new_folder(base: Path, config: Any) -> Path:
                 number += 1
             else:
                 return path
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _VERSIONED:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
