@@ -21,8 +21,6 @@ NOT_AVAILABLE = {
     "kl-coef": "KL divergence as part of the reward; --use-kl-loss is available",
     "use-tis": "importance-sampling correction",
     "use-fault-tolerance": "switching fault tolerance off; dead engines are always replaced",
-    "rollout-health-check-interval": "choosing the health check interval",
-    "rollout-health-check-timeout": "choosing the health check timeout",
     "auto-resume": "restarting by itself; --load RUN continues a run",
     "eval-env": "several evaluation environments; --eval-prompt-data is available",
     "base-url": "evaluating against an OpenAI-compatible server",

@@ -97,6 +97,11 @@ class EngineOptions:
     """Precision of engines and trainer; `auto` is fp32 on the CPU and bf16 on GPUs."""
     engine_timeout: Seconds = 600.0
     """Longest wait in seconds for an engine: to start, and to answer one request with all its retries."""
+    rollout_health_check_interval: NonNegative = 15.0
+    """Seconds between two checks that each engine can generate; 0 for none. An engine whose process ends is noticed
+    at once, and one that does not answer two checks is replaced."""
+    rollout_health_check_timeout: Seconds = 45.0
+    """Seconds such a check may take."""
     router_policy: Literal["consistent_hashing", "cache_aware", "round_robin", "random"] = "consistent_hashing"
     """How the router chooses an engine; `consistent_hashing` keeps an episode on one engine."""
     host: str = "127.0.0.1"

@@ -98,6 +98,8 @@ async def _evaluate(
         policy=cfg.router_policy,
         host=cfg.host,
         start_timeout=cfg.engine_timeout,
+        health_interval=cfg.rollout_health_check_interval,
+        health_timeout=cfg.rollout_health_check_timeout,
     )
     lines = JsonLines(run.path / "trajectories.jsonl")
     try:

@@ -69,6 +69,8 @@ class RolloutManager:
             policy=cfg.router_policy,
             host=cfg.host,
             start_timeout=cfg.engine_timeout,
+            health_interval=cfg.rollout_health_check_interval,
+            health_timeout=cfg.rollout_health_check_timeout,
             ray_options=self.engine_options,
         )
         starting = asyncio.create_task(self.pool.start())
