@@ -132,7 +132,8 @@ async def _run(cfg: Config, cluster: Cluster, run: RunDir, progress: Progress, s
     with terminate_on_sigterm():
         try:
             progress.stage("starting engines and trainer")
-            trainer, rollout = start_actors(cfg, cluster, run)
+            # In a thread, since it waits for rank 0: Ctrl-C must count at once.
+            trainer, rollout = await asyncio.to_thread(start_actors, cfg, cluster, run)
             await asyncio.gather(trainer.ready(), rollout.start())
             start = 0
             if source is not None:

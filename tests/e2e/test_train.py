@@ -3,6 +3,7 @@
 import ipaddress
 import json
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -87,6 +88,17 @@ def test_interrupted_run_ends_clean_and_says_how_to_go_on(start, tmp_path, numbe
     command.signal(number)
     assert command.wait(60) == code, command.text[-3000:]
     assert "agentrl train --load" in command.text
+    assert "Traceback" not in command.text
+    assert command.left_behind() == []
+
+
+@pytest.mark.parametrize("stage", ["run folder", "starting engines and trainer"])
+def test_ctrl_c_while_starting_leaves_nothing_behind(start, tmp_path, stage):
+    command = start("train", "--env", "search", *SMALL, "--num-rollout", "1", "--output-dir", "run")
+    command.wait_until(lambda: stage in command.text)
+    time.sleep(0.5)
+    command.signal(signal.SIGINT)
+    assert command.wait(60) == 130, command.text[-3000:]
     assert "Traceback" not in command.text
     assert command.left_behind() == []
 
