@@ -5,8 +5,8 @@ Runs ``agentrl train --env search`` with the embedded defaults, once a seed, and
     python benchmarks/demo.py --seeds 0 1 2
 
 Peak memory is the sum of the proportional set sizes (PSS: shared pages counted once) of the driver and all that
-descends from it, sampled every two seconds. Targets: at most 50 % before, at least 90 % after, under 10 minutes, first episode
-within 90 s, under 8 GB, engine and trainer within 1e-5 in log-probability.
+descends from it, sampled every two seconds. Targets: at most 50 % before, at least 90 % after, under 10 minutes,
+first episode within 90 s, under 8 GB, engine and trainer within 1e-5 in log-probability.
 """
 
 from __future__ import annotations

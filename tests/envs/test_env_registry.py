@@ -141,7 +141,10 @@ def test_a_package_of_the_current_folder_is_found_although_the_command_lies_else
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "__init__.py").touch()
     (tmp_path / "my_package" / "my_env.py").write_text((Path(__file__).parent / "example_env.py").read_text())
-    code = "import sys; sys.path.remove(''); import agentrl; print(type(agentrl.make('my_package.my_env:Shopping')).__name__)"
+    code = (
+        "import sys; sys.path.remove(''); import agentrl; "
+        "print(type(agentrl.make('my_package.my_env:Shopping')).__name__)"
+    )
     root = str(Path(__file__).parents[2])
     result = subprocess.run(
         [sys.executable, "-c", code],
