@@ -19,6 +19,10 @@ SMALL = ["--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--rollout-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
 
+def evaluations(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+
+
 def metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
@@ -48,8 +52,21 @@ def test_a_run_trains_syncs_evaluates_saves_and_leaves_nothing_behind(start, tmp
     assert (run / "reward.png").stat().st_size > 1000
     assert list((run / "tensorboard").iterdir())
     logs = {p.name for p in (run / "logs").iterdir()}
-    assert {"driver.log", "engine-0.log", "router.log", "trainer-0.log"} <= logs
+    assert {"driver.log", "engine-0.log", "router.log", "trainer-0.log", "rollout-manager.log"} <= logs
     assert command.left_behind() == []
+
+    model = tmp_path / "model"
+    assert start("export", "--run", str(run), "--output-dir", str(model)).wait() == 0
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in model.iterdir()}
+    out = tmp_path / "eval"
+    evaluation = start("eval", "--run", str(run), "--eval-tasks", "4", "--output-dir", str(out))
+    assert evaluation.wait() == 0, evaluation.text[-3000:]
+    # Greedily, on the same tasks, with the same weights: what training's own evaluation after step 2 gave.
+    summary = json.loads((out / "summary.json").read_text())["search"]
+    (last,) = [e["sets"]["search"] for e in evaluations(run) if e["step"] == 2]
+    assert summary["success"]["n"] == 4 and summary["success"]["mean"] == last["success"]["mean"]
+    assert len((out / "trajectories.jsonl").read_text().splitlines()) == 4
+    assert evaluation.left_behind() == []
 
 
 def test_resume_after_kill_loses_no_task_and_trains_none_twice(start, tmp_path):
