@@ -211,7 +211,9 @@ class EngineControl:
         if self.closed:
             raise EngineError(f"engine {self.url}{path}: it was given up")
         if self._session is None:
-            self._session = aiohttp.ClientSession(headers=self._headers)
+            # uvicorn drops connections that idle for 5 s; letting go first avoids racing it.
+            connector = aiohttp.TCPConnector(keepalive_timeout=4.0)
+            self._session = aiohttp.ClientSession(headers=self._headers, connector=connector)
         limit = self._timeout if timeout is None else timeout
         try:
             async with self._session.request(

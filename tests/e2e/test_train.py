@@ -160,8 +160,9 @@ def test_a_killed_engine_costs_only_time_and_every_socket_is_closed_to_strangers
     command.wait_until(lambda: (run / "metrics.jsonl").is_file() and len(metrics(run)) >= 2)
     check_closed(command, run)
 
-    (server,) = [p for p in command.seen if is_running(p) and "agentrl.rollout.sglang_server" in command_line(p.pid)]
-    send_signal(server, signal.SIGKILL)
+    servers = [p for p in command.seen if is_running(p) and "agentrl.rollout.sglang_server" in command_line(p.pid)]
+    # Its children are forks that may still carry its arguments; it is the first of them.
+    send_signal(min(servers, key=lambda p: (p.start, p.pid)), signal.SIGKILL)
     command.wait_until((run / "logs" / "engine-0-restart-1.log").is_file)
     at = len(metrics(run))
     command.wait_until(lambda: len(metrics(run)) >= at + 3)
