@@ -21,6 +21,7 @@ import json
 import multiprocessing
 import random
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -226,7 +227,7 @@ async def measure(url: str, chat: ChatTemplate, words: list[str], in_flight: int
     }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--in-flight", type=int, nargs="+", default=[16, 256])
     parser.add_argument("--repeats", type=int, default=5)
@@ -261,7 +262,8 @@ def main() -> None:
         f"{r['ratio']:.2f} at {r['in_flight']} ({r['ours_ms']:.2f} / {r['bare_ms']:.2f} ms)" for r in results
     )
     print(f"client CPU per turn / bare POST and parse: {shown}; target {TARGET}")
+    return int(worst > TARGET)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,6 +18,7 @@ import asyncio
 import json
 import os
 import statistics
+import sys
 import time
 from contextlib import ExitStack
 from importlib.resources import files
@@ -129,7 +130,7 @@ async def compare(url: str, key: str, model: str, options: Any) -> dict[str, Any
     }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(files("agentrl") / "assets" / "demo"), help="HF folder")
     parser.add_argument("--env", default="search")
@@ -161,7 +162,8 @@ def main() -> None:
         f"rollout efficiency: {result['ratio']:.3f} ({result['loop_tokens_per_s']:.0f} / "
         f"{result['bare_tokens_per_s']:.0f} tokens/s at {options.concurrency} in flight); target {TARGET}"
     )
+    return int(result["ratio"] < TARGET)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -13,9 +13,8 @@ continues, so they are outside *sync* and reported beside it.
 
     python benchmarks/weight_sync.py [--repeats 15] [--sizes demo,large]
 
-Prints one JSON object a size and one line. Target: ratio at most 1.5 for the large model (about 180 MiB).
-For the demo's model of 2 MiB, where both sides take milliseconds, the ratio is reported and the sync must
-take less than 0.15 s.
+Prints one JSON object a size and one line. Target: ratio at most 1.5 at either size (about 180 MiB, and the
+demo's 4 MiB, where fixed round trips outweigh the bytes). Exits 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ from agentrl.trainer.weight_sync import WeightSync
 
 ROOT = Path(__file__).resolve().parents[1]
 RATIO_LIMIT = 1.5
-SMALL_LIMIT_S = 0.15
 SIZES: dict[str, dict[str, int] | None] = {
     "demo": None,
     "large": {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 6, "vocab_size": 8192},
@@ -217,10 +215,8 @@ def main() -> int:
                 f"{result['ratio']:.2f} x (broadcast {1000 * result['broadcast_s']:.1f} ms + "
                 f"load {1000 * result['load_s']:.1f} ms)"
             )
-            missed |= result["sync_s"] >= SMALL_LIMIT_S if size == "demo" else result["ratio"] > RATIO_LIMIT
-    print(
-        f"weight sync: {'; '.join(words)}; target at most {RATIO_LIMIT} x for large, under {SMALL_LIMIT_S} s for demo"
-    )
+            missed |= result["ratio"] > RATIO_LIMIT
+    print(f"weight sync: {'; '.join(words)}; target at most {RATIO_LIMIT} x")
     return int(missed)
 
 
