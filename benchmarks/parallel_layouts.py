@@ -71,17 +71,22 @@ def make_batch(seed: int = 0):
     return TrainBatch.from_samples(samples)
 
 
-def run(rank: int, ranks: int, names: list[str], ports: list[int], checkpoint: str, out: str) -> None:
+def run(rank: int, ranks: int, names: list[str], listeners: list[socket.socket], checkpoint: str, out: str) -> None:
     """What one process does: every layout of this number of ranks, one after the other."""
     from agentrl.trainer.megatron.trainer import MegatronTrainer, TrainerOptions
 
     batch, results = make_batch(), {}
-    for name, port in zip(names, ports, strict=True):
+    for name, listener in zip(names, listeners, strict=True):
         options = TrainerOptions(
             lr=1e-3, use_kl_loss=True, kl_loss_coef=0.1, entropy_coef=0.01, temperature=0.8,
             max_tokens_per_gpu=600, timeout_s=120, **LAYOUTS[name],
         )  # fmt: skip
-        trainer = MegatronTrainer(rank, ranks, "127.0.0.1", port, checkpoint, options)
+        port = listener.getsockname()[1]
+        if rank:
+            listener.close()
+        trainer = MegatronTrainer(
+            rank, ranks, "127.0.0.1", port, checkpoint, options, listener=None if rank else listener
+        )
         steps = [trainer.train(batch, num_steps=1) for _ in range(2)]
         results[name] = {key: [s[f"train/{key}"] for s in steps] for key in ("loss", "grad_norm", "kl_loss", "entropy")}
         trainer.close()
@@ -94,12 +99,9 @@ def spawn(ranks: int, names: list[str], checkpoint: str, folder: Path) -> dict:
 
     out = folder / f"{ranks}.json"
     os.environ["OMP_NUM_THREADS"] = "1"
-    ports = []
-    for _ in names:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            ports.append(s.getsockname()[1])
-    mp.spawn(run, args=(ranks, names, ports, checkpoint, str(out)), nprocs=ranks)
+    # Sockets that already listen: nobody else can take a port before its turn comes.
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in names]
+    mp.spawn(run, args=(ranks, names, listeners, checkpoint, str(out)), nprocs=ranks)
     return json.loads(out.read_text())
 
 

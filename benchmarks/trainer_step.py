@@ -108,13 +108,12 @@ def measure(name: str, threads: int, repeats: int, max_tokens: int) -> dict:
     from agentrl.trainer.megatron.trainer import MegatronTrainer, TrainerOptions
 
     shape = SHAPES[name]
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as s:
+    with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(folder, shape)
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-        s.close()
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
         options = TrainerOptions(lr=1e-5, max_tokens_per_gpu=max_tokens, threads=threads)
-        trainer = MegatronTrainer(0, 1, "127.0.0.1", port, folder, options)
+        trainer = MegatronTrainer(0, 1, "127.0.0.1", port, folder, options, listener=listener)
     batch = make_batch(shape)
     bare = Bare(trainer, batch)
     trainer.train(batch)

@@ -30,7 +30,6 @@ def engine(hf_tokenizer, tmp_path_factory):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from agentrl.rollout.engine import EngineProcess, EngineSpec
-    from agentrl.rollout.process import free_port
 
     path: Path = tmp_path_factory.mktemp("engine")
     torch.manual_seed(0)
@@ -42,7 +41,7 @@ def engine(hf_tokenizer, tmp_path_factory):
     Qwen3ForCausalLM(config).float().save_pretrained(path)
     hf_tokenizer.save_pretrained(path)
     spec = EngineSpec(str(path), max_total_tokens=4096, context_length=CONTEXT + ENGINE_MARGIN)
-    engine = EngineProcess(spec, log_dir=path, port=free_port())
+    engine = EngineProcess(spec, log_dir=path)
     engine.start()
     yield engine
     engine.stop()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import numpy as np
 
-from tests.trainer.samples import random_batch
+from tests.trainer.samples import join, random_batch
 
 OPTIONS = dict(
     lr=1e-3, use_kl_loss=True, kl_loss_coef=0.1, entropy_coef=0.01, temperature=0.8, max_tokens_per_gpu=150,
@@ -43,25 +44,25 @@ def measure(trainer, folder: Path, original: dict) -> dict:
 RELOADS = {"tp2 sp to pp2": "tp2 sp", "pp2 to dp2 dist": "pp2", "dp2 dist to tp2": "dp2 dist"}
 
 
-def run(rank: int, ports: dict[str, int], checkpoint: str, out: str) -> None:
+def run(rank: int, listeners: dict[str, socket.socket], checkpoint: str, out: str) -> None:
     """Every layout of two ranks in this process, one after the other."""
     import torch
     from safetensors.torch import load_file
 
-    from agentrl.trainer.megatron.trainer import MegatronTrainer, TrainerOptions
+    from agentrl.trainer.megatron.trainer import TrainerOptions
 
     original = load_file(Path(checkpoint) / "model.safetensors")
     results = {}
     for name in LAYOUTS:
         options = TrainerOptions(**OPTIONS, **LAYOUTS[name])
-        trainer = MegatronTrainer(rank, 2, "127.0.0.1", ports[name], checkpoint, options)
+        trainer = join(rank, 2, listeners[name], checkpoint, options)
         folder = Path(out) / name
         folder.mkdir(exist_ok=True)
         results[name] = measure(trainer, folder, original)
         trainer.close()
     for key, source in RELOADS.items():
         options = TrainerOptions(**OPTIONS, **LAYOUTS[key.split(" to ")[1]])
-        trainer = MegatronTrainer(rank, 2, "127.0.0.1", ports[key], checkpoint, options)
+        trainer = join(rank, 2, listeners[key], checkpoint, options)
         trainer.load(Path(out) / source / "state")
         saved = load_file(Path(out) / source / "hf" / "model.safetensors")
         results[key] = {"exact": all(torch.equal(saved[n], t) for n, t in trainer.export())}

@@ -11,11 +11,21 @@ from agentrl.trainer.batch import TrainBatch, TrainSample
 VOCAB = 512
 
 
-def free_port() -> int:
-    """A port that is free on the loopback interface."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+def listen() -> socket.socket:
+    """A loopback socket that already listens, so that nobody can take its port before rank 0 uses it."""
+    return socket.create_server(("127.0.0.1", 0))
+
+
+def join(rank: int, world_size: int, listener: socket.socket, checkpoint: str, options):
+    """A trainer that meets the other ranks at ``listener``, of which every rank holds a copy."""
+    from agentrl.trainer.megatron.trainer import MegatronTrainer
+
+    port = listener.getsockname()[1]
+    if rank:
+        listener.close()
+    return MegatronTrainer(
+        rank, world_size, "127.0.0.1", port, checkpoint, options, listener=None if rank else listener
+    )
 
 
 def tiny_checkpoint(path, kind="qwen3", *, dtype="float32", **changes):

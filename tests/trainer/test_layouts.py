@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trainer.ranks import LAYOUTS, OPTIONS, RELOADS, measure, run
-from tests.trainer.samples import free_port, random_batch
+from tests.trainer.samples import join, listen, random_batch
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ def results(checkpoint, out):
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        mp.spawn(run, args=({name: free_port() for name in [*LAYOUTS, *RELOADS]}, checkpoint, str(out)), nprocs=2)
+        mp.spawn(run, args=({name: listen() for name in [*LAYOUTS, *RELOADS]}, checkpoint, str(out)), nprocs=2)
     finally:
         os.environ.pop("OMP_NUM_THREADS")
         if before is not None:
@@ -39,9 +39,9 @@ def results(checkpoint, out):
 
 @pytest.fixture(scope="module")
 def alone(checkpoint, out):
-    from agentrl.trainer.megatron.trainer import MegatronTrainer, TrainerOptions
+    from agentrl.trainer.megatron.trainer import TrainerOptions
 
-    trainer = MegatronTrainer(0, 1, "127.0.0.1", free_port(), checkpoint, TrainerOptions(**OPTIONS))
+    trainer = join(0, 1, listen(), checkpoint, TrainerOptions(**OPTIONS))
     folder = out / "alone"
     folder.mkdir()
     result = measure(trainer, folder, load_file(f"{checkpoint}/model.safetensors"))
