@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from agentrl.data.files import finite
-from agentrl.types import Segment, StopReason, Task, Trajectory
+from agentrl.types import Message, Segment, StopReason, Task, Trajectory
 
 SCHEMA_VERSION = 1
 """Raised when a field changes its meaning; readers refuse a newer one."""
@@ -64,26 +65,58 @@ def scalars(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def to_record(trajectory: Trajectory) -> dict[str, Any]:
-    """A JSON-ready record with tokens, for a line of JSONL."""
+def to_record(trajectory: Trajectory, *, set_name: str = "") -> dict[str, Any]:
+    """A JSON-ready record with tokens, for a line of JSONL.
+
+    A field has one type in every record, whatever the environment, so that table readers (pandas, pyarrow,
+    Hugging Face datasets) take the file: what is of free form is JSON text, and a message is its text fields
+    and, as JSON text under ``more``, the rest of it.
+
+    Args:
+        set_name: the held-out set it belongs to.
+    """
     segments = [
         {**{name: getattr(s, name).tolist() for name in SEGMENT_ARRAYS}, "prompt_length": int(s.prompt_length)}
         for s in trajectory.segments
     ]
-    record = json.loads(to_json(scalars(trajectory)))
-    return {"schema_version": SCHEMA_VERSION, **record, "segments": segments}
+    record = {"schema_version": SCHEMA_VERSION, "set": clean(set_name), **scalars(trajectory)}
+    record["messages"] = [_message_row(m) for m in trajectory.messages]
+    record["rewards"] = {name: float(value) for name, value in trajectory.rewards.items()}
+    record["timings"] = {name: float(value) for name, value in trajectory.timings.items()}
+    for name in ("task_options", "tool_calls", "info"):
+        record[name] = to_json(record[name])
+    return {**finite(record), "segments": segments}
 
 
-def from_record(record: dict[str, Any]) -> Trajectory:
-    """Inverse of :func:`to_record`; array fields may be lists or numpy arrays, JSON fields text or objects."""
+_MESSAGE_TEXT = ("role", "content", "reasoning_content", "name", "tool_call_id")
+
+
+def _message_row(message: Mapping[str, Any]) -> dict[str, str | None]:
+    text = {name: clean(message[name]) if isinstance(message.get(name), str) else None for name in _MESSAGE_TEXT}
+    rest = {name: value for name, value in message.items() if text.get(name) is None}
+    return {**text, "more": to_json(rest) if rest else None}
+
+
+def _message(row: Mapping[str, Any]) -> Message:
+    text = {name: value for name, value in row.items() if name != "more" and value is not None}
+    return Message(**text, **json.loads(row.get("more") or "{}"))
+
+
+def from_record(record: Mapping[str, Any], *, segments: bool = True) -> Trajectory:
+    """Inverse of :func:`to_record`; array fields may be lists or numpy arrays, JSON fields text or objects.
+
+    Args:
+        segments: False leaves the tokens out.
+    """
     free = {name: json.loads(record[name]) if isinstance(record[name], str) else record[name] for name in JSON_FIELDS}
+    free["messages"] = [_message(row) for row in free["messages"]]
     task = Task(record["task_id"], record["task_seed"], record["task_split"], free["task_options"], record["env"])
-    segments = [
+    tokens = [
         Segment(
             **{name: np.asarray(s[name], dtype=dtype) for name, dtype in SEGMENT_ARRAYS.items()},
             prompt_length=int(s["prompt_length"]),
         )
-        for s in record["segments"]
+        for s in (record["segments"] if segments else ())
     ]
     values = {
         field.name: record[field.name]
@@ -93,7 +126,7 @@ def from_record(record: dict[str, Any]) -> Trajectory:
     values |= {name: free[name] for name in ("rewards", "messages", "tool_calls", "info", "timings")}
     values |= {
         "task": task,
-        "segments": segments,
+        "segments": tokens,
         "stop_reason": StopReason(record["stop_reason"]),
         "turn_rewards": list(record["turn_rewards"]),
     }

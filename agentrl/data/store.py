@@ -127,10 +127,17 @@ def _batch(
 
 
 class TrajectoryStore:
-    """The trajectories of a run, part by part. Parts are never changed; a step that is done again replaces its part."""
+    """The trajectories of a run, part by part. Parts are never changed; a step that is done again replaces its part.
 
-    def __init__(self, folder: Path | str):
+    Args:
+        folder: where they are.
+        read_only: leave the folder as it is: a run that is going on may be writing it.
+    """
+
+    def __init__(self, folder: Path | str, *, read_only: bool = False):
         self.folder = Path(folder)
+        if read_only:
+            return
         with storage_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_partials(self.folder)
@@ -201,11 +208,14 @@ class TrajectoryStore:
             return empty.select(columns) if columns else empty
         return pa.concat_tables(tables)
 
-    def read(self, name: str | None = None, *, step: int | None = None) -> Iterator[Trajectory]:
-        """The stored trajectories, one at a time. Raises DataError as :meth:`table` does."""
+    def read(self, name: str | None = None, *, step: int | None = None, segments: bool = True) -> Iterator[Trajectory]:
+        """The stored trajectories, one at a time; without ``segments`` tokens are left on disk.
+
+        Raises DataError as :meth:`table` does.
+        """
         for part in self.parts(name):
             if step in (None, part.step):
-                yield from _trajectories(part.path)
+                yield from _trajectories(part.path, segments)
 
     def rewind(self, step: int) -> int:
         """Forget what came after ``step``, when a run goes on from an older checkpoint; returns the number of parts.
@@ -249,8 +259,13 @@ def _read(path: Path, columns: list[str] | None) -> pa.Table:
         return file.read(columns=columns)
 
 
-def _trajectories(path: Path) -> Iterator[Trajectory]:
+def _trajectories(path: Path, segments: bool) -> Iterator[Trajectory]:
     with _open(path) as file:
+        if not segments:
+            columns = [name for name in file.schema_arrow.names if name != "segments"]
+            for batch in file.iter_batches(batch_size=ROW_GROUP, columns=columns):
+                yield from (from_record(row, segments=False) for row in batch.to_pylist())
+            return
         for batch in file.iter_batches(batch_size=ROW_GROUP):
             rows = batch.drop_columns(["segments"]).to_pylist()
             column = batch.column("segments")
