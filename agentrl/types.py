@@ -146,7 +146,10 @@ class Segment:
 
 @dataclass
 class Trajectory:
-    """One finished episode: identity, tokens, messages, rewards, outcome, timings."""
+    """One finished episode, or one agent's part of it: identity, tokens, messages, rewards, outcome, timings.
+
+    With several agents ``trajectory_id`` is ``<episode>:<agent>`` and ``group_id`` is ``<group>/<agent>``.
+    """
 
     trajectory_id: str
     group_id: str
@@ -170,6 +173,11 @@ class Trajectory:
         return self.stop_reason.outcome
 
     @property
+    def episode_id(self) -> str:
+        """The episode it is of: its own id, unless several agents took part and each left a trajectory."""
+        return self.info.get("episode_id", self.trajectory_id)
+
+    @property
     def num_sampled(self) -> int:
         return sum(s.num_sampled for s in self.segments)
 
@@ -180,7 +188,7 @@ class Trajectory:
 
 @dataclass
 class Group:
-    """The n episodes of one task that share a baseline."""
+    """The n episodes of one task. Those of one agent share a baseline: all, unless there are several agents."""
 
     group_id: str
     task: Task

@@ -27,6 +27,7 @@ from agentrl.rollout.extension import ExtensionPlanner, Shape
 from agentrl.types import Message
 
 if TYPE_CHECKING:
+    from agentrl.rollout.conversation import Conversation
     from agentrl.tools.parsers import Parsed
 
 INLINE = "inline"
@@ -145,6 +146,12 @@ class ChatTemplate:
         if len(ids) and len(sampled) and ids[0] == sampled[-1] and int(ids[0]) in self._eos:
             return ids[1:]
         return ids
+
+    def conversation(self, **parts: Any) -> Conversation:
+        """A conversation in this template; ``parts`` are the other arguments of :class:`Conversation`."""
+        from agentrl.rollout.conversation import Conversation
+
+        return Conversation(chat=self, **parts)
 
     def text(self, sampled: np.ndarray, opening: str | None = None) -> str:
         """The sampled text as parsers and environments get it.
