@@ -70,8 +70,8 @@ class Tool:
     A subclass that gets its descriptions elsewhere is declared with ``described=False``.
 
     A tool's state belongs to one episode: an environment gives each episode a fresh copy of the tools
-    it lists, and calls :meth:`start`. Set ``shared = True`` for a tool without such state (an index, a
-    client) that all episodes may use at once, from many threads.
+    it lists, calls :meth:`start`, and :meth:`close` when the episode is over. Set ``shared = True`` for a
+    tool without such state (an index, a client) that all episodes may use at once, from many threads.
 
     Example:
         >>> class Add(Tool):
@@ -124,6 +124,12 @@ class Tool:
 
     def start(self, env: Any) -> None:
         """Called on the episode's own copy when the episode starts. ``env.row`` is the task."""
+
+    def close(self) -> Any:
+        """Called once on the episode's own copy when the episode is over, cut short or not; may be ``async``.
+
+        Frees what the episode held: a process, a folder, a connection. Never called on a shared tool.
+        """
 
     def for_episode(self, env: Any) -> Tool:
         """The instance that serves one episode of ``env``."""

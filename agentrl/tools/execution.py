@@ -7,7 +7,7 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,6 +104,31 @@ async def run_call(call: ToolCall, tools: Mapping[str, Tool], *, timeout: float)
     if result.error is not None and result.error.type is ToolErrorType.UNAVAILABLE:
         raise InfraError(f"tool {call.name!r} is unavailable: {result.error.message}")
     return result
+
+
+async def close_tools(tools: Iterable[Tool], *, timeout: float = 10.0) -> None:
+    """Closes the tools of an episode that is over, side by side. Shared ones are left alone.
+
+    What goes wrong is logged: the episode is over, nothing depends on it any more.
+
+    Args:
+        tools: As :meth:`Tool.for_episode` gave them; an environment calls this once for each episode.
+        timeout: Seconds in which all of them must be closed; one that hangs is left behind.
+    """
+    owned = [tool for tool in tools if not tool.shared and type(tool).close is not Tool.close]
+    if owned:
+        await asyncio.gather(*(_close(tool, timeout) for tool in owned))
+
+
+async def _close(tool: Tool, timeout: float) -> None:
+    try:
+        async with asyncio.timeout(timeout):
+            if inspect.iscoroutinefunction(tool.close):
+                await contained(tool.close())
+            else:
+                await run_blocking(tool.close)
+    except Exception as error:  # the author's code
+        logger.warning("closing tool %r: %s: %s", tool.name, type(error).__name__, error)
 
 
 async def _call_within(tool: Tool, arguments: dict[str, Any], seconds: float) -> Any:

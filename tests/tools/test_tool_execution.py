@@ -11,7 +11,7 @@ import time
 import pytest
 
 from agentrl.errors import EnvError, InfraError
-from agentrl.tools import Tool, ToolError, ToolResult, run_calls, tool
+from agentrl.tools import Tool, ToolError, ToolResult, close_tools, run_calls, tool
 from agentrl.tools.threads import DaemonPool, run_blocking, run_coroutine
 from agentrl.types import ToolCall
 
@@ -293,3 +293,42 @@ def test_run_coroutine_works_inside_a_running_loop():
         return run_coroutine(inner())
 
     assert asyncio.run(main()) == 7
+
+
+# -- the end of an episode --------------------------------------------------------------------------
+
+
+def test_tools_of_an_episode_are_closed_and_shared_ones_are_not(caplog):
+    closed = []
+
+    class Holder(Tool):
+        """Holds something."""
+
+        def __init__(self, name: str, how: str = "") -> None:
+            self.name, self.how = name, how
+
+        def __call__(self) -> str:
+            return ""
+
+        def close(self) -> None:
+            if self.how == "fails":
+                raise OSError("no")
+            if self.how == "hangs":
+                time.sleep(2)
+            closed.append(self.name)
+
+    class AsyncHolder(Holder):
+        """Holds something, async."""
+
+        async def close(self) -> None:
+            closed.append(self.name)
+
+    shared = Holder("shared")
+    shared.shared = True
+    tools = [Holder("a"), Holder("b", "fails"), Holder("c", "hangs"), AsyncHolder("d"), shared, wait]
+    started = time.monotonic()
+    asyncio.run(close_tools(tools, timeout=0.3))
+    assert sorted(closed) == ["a", "d"]
+    assert time.monotonic() - started < 1.5
+    assert "closing tool 'b': OSError: no" in caplog.text
+    assert "closing tool 'c'" in caplog.text
