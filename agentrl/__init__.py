@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl import _gymnasium
 
 if TYPE_CHECKING:
-    from agentrl import rewards, spaces
+    from agentrl import rewards, spaces, wrappers
     from agentrl.envs.core import Env
     from agentrl.envs.prompt import PromptEnv
     from agentrl.envs.registry import make, register, registered
@@ -45,7 +45,7 @@ _HOME = {
     "registered": "agentrl.envs.registry",
     "tool": "agentrl.tools.base",
 }
-_MODULES = {"rewards": "agentrl.rewards", "spaces": "agentrl.spaces"}
+_MODULES = {"rewards": "agentrl.rewards", "spaces": "agentrl.spaces", "wrappers": "agentrl.wrappers"}
 
 __all__ = [
     "AgentRLError",
@@ -70,6 +70,7 @@ __all__ = [
     "rewards",
     "spaces",
     "tool",
+    "wrappers",
 ]
 
 

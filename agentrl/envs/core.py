@@ -72,6 +72,7 @@ class Env(gymnasium.Env[str, str]):
     _resets_since_seed: int = 0
     _options: dict[str, Any]
     _transcript: list[Message]
+    _observation: str = ""  # what the last reset or step returned
 
     def __init__(self, **settings: Any) -> None:
         unknown = sorted(set(settings) - set(self.settings))
@@ -186,15 +187,12 @@ class Env(gymnasium.Env[str, str]):
         self._phase = "new"
 
     def _after_reset(self, result: Any) -> tuple[str, dict[str, Any]]:
-        name = type(self).__name__
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise EnvError(f"{name}.reset must return (observation, info), got {_brief(result)}.")
-        observation, info = result
-        _check_types(f"{name}.reset", observation, info)
+        observation, info = checked_start(result, f"{type(self).__name__}.reset")
         info.setdefault("messages", [{"role": "user", "content": observation}])
         info.setdefault("task_id", self._default_task_id())
         self._phase = "running"
         self._transcript = list(info["messages"])
+        self._observation = observation
         return observation, info
 
     def _default_task_id(self) -> str:
@@ -213,26 +211,15 @@ class Env(gymnasium.Env[str, str]):
         self._transcript.append({"role": "assistant", "content": action})
 
     def _after_step(self, result: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        name = type(self).__name__
-        if not (isinstance(result, tuple) and len(result) == 5):
-            raise EnvError(
-                f"{name}.step must return (observation, reward, terminated, truncated, info), got {_brief(result)}."
-            )
-        observation, reward, terminated, truncated, info = result
-        _check_types(f"{name}.step", observation, info)
-        reward = checked_reward(reward, f"{name}.step")
-        terminated, truncated = bool(terminated), bool(truncated)
+        observation, reward, terminated, truncated, info = checked_step(result, f"{type(self).__name__}.step")
         if not terminated and not truncated and self._turn >= self.max_turns:
             truncated = True
             info.setdefault("stop_reason", str(StopReason.MAX_TURNS))
-        if terminated:
-            info.setdefault("stop_reason", str(StopReason.DONE))
-        elif truncated:
-            info.setdefault("stop_reason", str(StopReason.ENV_TRUNCATED))
-            info.setdefault("success", False)
+        say_how_it_ended(info, terminated, truncated)
         if "messages" not in info:
             info["messages"] = [{"role": "user", "content": observation}] if observation else []
         self._transcript.extend(info["messages"])
+        self._observation = observation
         if terminated or truncated:
             self._phase = "over"
         return observation, reward, terminated, truncated, info
@@ -262,6 +249,41 @@ def checked_reward(reward: Any, where: str) -> float:
         if math.isfinite(value):
             return value
     raise EnvError(f"{where} returned the reward {_brief(reward)}; a finite number is expected.")
+
+
+def checked_start(result: Any, where: str) -> tuple[str, dict[str, Any]]:
+    """What a ``reset`` returned, of the right form.
+
+    Raises:
+        EnvError: It is not; the text names ``where`` it came from.
+    """
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise EnvError(f"{where} must return (observation, info), got {_brief(result)}.")
+    observation, info = result
+    _check_types(where, observation, info)
+    return observation, info
+
+
+def checked_step(result: Any, where: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    """What a ``step`` returned, of the right form, with the reward as a float.
+
+    Raises:
+        EnvError: It is not of that form; the text names ``where`` it came from.
+    """
+    if not (isinstance(result, tuple) and len(result) == 5):
+        raise EnvError(f"{where} must return (observation, reward, terminated, truncated, info), got {_brief(result)}.")
+    observation, reward, terminated, truncated, info = result
+    _check_types(where, observation, info)
+    return observation, checked_reward(reward, where), bool(terminated), bool(truncated), info
+
+
+def say_how_it_ended(info: dict[str, Any], terminated: bool, truncated: bool) -> None:
+    """Fills in what the ``info`` of a last step owes: ``stop_reason``, and no success of a truncated episode."""
+    if terminated:
+        info.setdefault("stop_reason", str(StopReason.DONE))
+    elif truncated:
+        info.setdefault("stop_reason", str(StopReason.ENV_TRUNCATED))
+        info.setdefault("success", False)
 
 
 def require_number(env: Env, name: str, *, at_least: float, whole: bool = False) -> None:

@@ -1,7 +1,9 @@
 """Names of environments: registering, listing, finding and making them.
 
 An environment is named by ``search`` (registered, or of the entry-point group ``agentrl.envs``),
-``agentrl/search-v0`` (a Gymnasium id), ``package.module:Class`` or ``path/to/file.py:Class``.
+``agentrl/search-v0`` (a Gymnasium id), ``package.module:Class``, ``path/to/file.py:Class``, or ``gym:FrozenLake-v1``
+(any Gymnasium environment, played in text). In place of the class may stand a function that returns an
+environment, in wrappers or not.
 """
 
 from __future__ import annotations
@@ -11,18 +13,25 @@ import difflib
 import importlib.metadata
 import inspect
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
 from agentrl._gymnasium import BUILT_IN
 from agentrl.envs.core import Env
+from agentrl.envs.wrapper import Wrapper
 from agentrl.errors import ConfigError
 from agentrl.loading import is_spec, load_file, load_object, portable
 
 ENTRY_POINT_GROUP = "agentrl.envs"
+GYM = "gym:"
+"""Before the id of a Gymnasium environment: it is played in text, by :class:`agentrl.envs.gym_adapter.GymEnv`."""
+PASSING = (OrderEnforcing, PassiveEnvChecker)
+"""Wrappers that ``gymnasium.make`` puts around everything, and that change nothing."""
 _NAME = re.compile(r"[A-Za-z][\w-]*\Z")
 _GYM_ID = re.compile(r"(?:[\w:.-]+/)?[\w:.-]+-v\d+\Z")
 
@@ -32,7 +41,7 @@ class EnvEntry:
     """Where an environment is found. Means the same in every process and working directory."""
 
     name: str
-    entry_point: str  # "module:Class", "/abs/file.py:Class", or the id of a Gymnasium registration
+    entry_point: str  # "module:Class", "/abs/file.py:make_env", or the id of a Gymnasium registration
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
@@ -47,8 +56,9 @@ def register(name: str, entry_point: str, **kwargs: Any) -> None:
 
     Args:
         name: Letters, digits, ``-`` and ``_``. Registering a name again replaces it.
-        entry_point: ``module:Class`` or ``path/to/file.py:Class``; imported when first made.
-        **kwargs: Default arguments of the constructor.
+        entry_point: ``module:Class`` or ``path/to/file.py:Class``, or a function in the place of the class that
+            returns an :class:`Env`, in wrappers or not; imported when first made.
+        **kwargs: Default arguments of the constructor or function.
 
     Raises:
         ConfigError: The name or the entry point has not that form.
@@ -76,6 +86,8 @@ def find(spec: str) -> EnvEntry:
     """
     if spec in _registry:
         return _registry[spec]
+    if spec.startswith(GYM):
+        return EnvEntry(spec, "agentrl.envs.gym_adapter:GymEnv", {"id": spec.removeprefix(GYM)})
     if match := re.fullmatch(r"agentrl/([\w-]+?)(?:-v0)?", spec):
         return find(match.group(1))
     for point in _entry_points():
@@ -111,52 +123,89 @@ def _class_missing(path: str) -> str:
     )
 
 
-def make(spec: str | type[Env], **kwargs: Any) -> Env:
+def make(spec: str | type[Env] | Callable[..., Any], **kwargs: Any) -> Env | Wrapper:
     """A new environment.
 
     Args:
         spec: A name (``search``, of :func:`registered`), a Gymnasium id (``agentrl/search-v0``),
-            ``package.module:Class``, ``path/to/file.py:Class``, or a subclass of :class:`Env` itself.
+            ``package.module:Class``, ``path/to/file.py:Class``, ``gym:FrozenLake-v1``, or a subclass of
+            :class:`Env` itself. A function that returns an environment may stand for the class.
         **kwargs: Arguments of its constructor, and the settings every environment takes (``max_turns``, ...).
 
     Raises:
         ConfigError: Unknown name, not an :class:`Env`, or an argument it does not take.
     """
-    if inspect.isclass(spec) and issubclass(spec, Env):
-        _check_arguments(spec, kwargs, spec.__name__)
-        env = spec(**kwargs)
-        env.spec = EnvSpec(id=f"agentrl/{spec.__name__}-v0", entry_point=spec, kwargs=kwargs)
+    if inspect.isroutine(spec) or (inspect.isclass(spec) and issubclass(spec, gymnasium.Env)):
+        env = _built(spec, kwargs, spec.__name__)
+        its_id = f"agentrl/{type(env.unwrapped).__name__}-v0"
+        env.unwrapped.spec = EnvSpec(its_id, entry_point=f"{__name__}:make", kwargs={"spec": spec, **kwargs})
         return env
     if not isinstance(spec, str):
         raise ConfigError(f"expected the name of an environment or a subclass of agentrl.Env, got {spec!r:.80}.")
     entry = find(spec)
     if entry.entry_point in gymnasium.registry:
-        env = gymnasium.make(entry.entry_point, **kwargs).unwrapped
-        if not isinstance(env, Env):
-            raise ConfigError(f"environment {spec!r} is a {type(env).__name__}, not an agentrl.Env.")
-        return env
-    cls = load_object(entry.entry_point, "environment")
-    if not (inspect.isclass(cls) and issubclass(cls, Env)):
-        raise ConfigError(f"environment {spec!r}: {entry.entry_point} is {cls!r}, not a subclass of agentrl.Env.")
+        return _ours(gymnasium.make(entry.entry_point, **kwargs), spec)
     arguments = {**copy.deepcopy(entry.kwargs), **kwargs}
-    _check_arguments(cls, arguments, spec)
-    env = cls(**arguments)
-    env.spec = _gym_spec(entry, arguments)
+    env = _built(load_object(entry.entry_point, "environment"), arguments, spec, entry.entry_point)
+    env.unwrapped.spec = _gym_spec(entry, kwargs)
     return env
 
 
-def _check_arguments(cls: type[Env], arguments: dict[str, Any], spec: str) -> None:
-    parameters = inspect.signature(cls).parameters
+def _built(maker: Any, arguments: dict[str, Any], spec: str, entry_point: str = "") -> Env | Wrapper:
+    """What a class or function makes of ``arguments``."""
+    named = f"environment {spec!r}: {entry_point or spec}"
+    if inspect.isclass(maker) and issubclass(maker, Env):
+        _check_arguments(maker, arguments, spec, maker.settings, free=maker.__init__ is not Env.__init__)
+        return maker(**arguments)
+    if inspect.isclass(maker) and issubclass(maker, gymnasium.Wrapper):
+        raise ConfigError(
+            f"{named} is a wrapper and needs an environment: write a function that returns "
+            f"{maker.__name__}(YourEnv()), and name the function."
+        )
+    if not inspect.isroutine(maker):
+        raise ConfigError(
+            f"{named} is {maker!r:.80}, not a subclass of agentrl.Env or a function that returns an environment."
+        )
+    # Settings that the function does not name are those of the environment inside.
+    parameters = inspect.signature(maker).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    late = {} if takes_all else {k: v for k, v in arguments.items() if k in Env.settings and k not in parameters}
+    arguments = {k: v for k, v in arguments.items() if k not in late}
+    _check_arguments(maker, arguments, spec, ())
+    made = _ours(maker(**arguments), spec, f"{named} returned")
+    for name, value in late.items():
+        setattr(made.unwrapped, name, value)
+    return made
+
+
+def _ours(env: Any, spec: str, found: str = "") -> Env | Wrapper:
+    """``env`` with async entry points: under Gymnasium's own wrappers only if somebody asked for those."""
+    if not isinstance(env, gymnasium.Env) or not isinstance(env.unwrapped, Env):
+        kind = type(env.unwrapped if isinstance(env, gymnasium.Env) else env).__name__
+        hint = ""
+        if isinstance(env, gymnasium.Env):
+            name = env.spec.id if env.spec is not None else "ID"
+            hint = f" To play it in text: {GYM}{name}."
+        raise ConfigError(f"{found or f'environment {spec!r} is'} a {kind}, not an agentrl.Env.{hint}")
+    while isinstance(env, PASSING):
+        env = env.env
+    return env if isinstance(env, (Env, Wrapper)) else Wrapper(env)
+
+
+def _check_arguments(
+    maker: Any, arguments: dict[str, Any], spec: str, settings: Sequence[str], *, free: bool = True
+) -> None:
+    """Refuses arguments that the class or function does not take, or lacks; ``free``: its ``**kwargs`` take any."""
+    parameters = inspect.signature(maker).parameters
     known = {name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    known |= set(cls.settings)
+    known |= set(settings)
     unknown = [name for name in arguments if name not in known]
-    if unknown and (not open_ended or cls.__init__ is Env.__init__):
+    if unknown and not (open_ended and free):
         near = difflib.get_close_matches(unknown[0], sorted(known), 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(
-            f"environment {spec!r} takes no argument {unknown[0]!r}.{hint} It takes: {', '.join(sorted(known))}."
-        )
+        takes = f"It takes: {', '.join(sorted(known))}." if known else "It takes none."
+        raise ConfigError(f"environment {spec!r} takes no argument {unknown[0]!r}.{hint} {takes}")
     missing = [
         name
         for name, p in parameters.items()
@@ -167,14 +216,11 @@ def _check_arguments(cls: type[Env], arguments: dict[str, Any], spec: str) -> No
 
 
 def _gym_spec(entry: EnvEntry, arguments: dict[str, Any]) -> EnvSpec:
+    """By which Gymnasium makes the same environment: through :func:`make`, which finds files and calls functions."""
     name = entry.name if _NAME.match(entry.name) else entry.entry_point.rpartition(":")[2]
-    kwargs = {**entry.kwargs, **arguments}
-    if ".py:" in entry.entry_point:
-        # Gymnasium imports its entry points as modules; a file is found by our own loader.
-        point, kwargs = f"{__name__}:make", {"spec": entry.entry_point, **kwargs}
-    else:
-        point = entry.entry_point
-    return EnvSpec(id=f"agentrl/{name}-v0", entry_point=point, kwargs=kwargs)
+    spec = entry.name if entry.name.startswith(GYM) else entry.entry_point
+    kwargs = arguments if spec == entry.name else {**entry.kwargs, **arguments}
+    return EnvSpec(id=f"agentrl/{name}-v0", entry_point=f"{__name__}:make", kwargs={"spec": spec, **kwargs})
 
 
 def _entry_points() -> list[importlib.metadata.EntryPoint]:

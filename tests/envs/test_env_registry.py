@@ -58,7 +58,9 @@ def test_entry_points_of_installed_packages(guess_file, monkeypatch):
         ("", "unknown environment ''"),
         ("no.such.module:Env", "no module 'no' can be imported"),
         ("agentrl.envs.tool_env:ToolEnw", "has no 'ToolEnw'. Did you mean 'ToolEnv'?"),
-        ("agentrl.envs.tool_env:_record", "not a subclass of agentrl.Env"),
+        ("agentrl.envs.core:_SPACE", "not a subclass of agentrl.Env"),
+        ("agentrl.envs.core:say_how_it_ended", "needs the argument 'info'"),
+        ("agentrl.wrappers:Wrapper", "returns Wrapper(YourEnv())"),
         ("missing/file.py:Env", "missing/file.py'"),
         ("agentrl.envs:", "expected module:Name"),
         ("missing/file.py", "there is no file"),
@@ -91,6 +93,36 @@ def test_a_class_is_made_as_it_is(guess_file):
     assert type(gymnasium.make(env.spec).unwrapped) is cls
     with pytest.raises(ConfigError, match="environment 'Guess' takes no argument 'max_turn'"):
         agentrl.make(cls, max_turn=3)
+
+
+def test_a_function_may_stand_for_the_class(guess_file, tmp_path):
+    """What it returns is taken with its wrappers: ours as they are, Gymnasium's inside ours."""
+    (tmp_path / "made.py").write_text(
+        "import gymnasium, agentrl\n"
+        f"def ours(loud=False):\n    return agentrl.wrappers.Wrapper(agentrl.make({guess_file!r} + ':Guess'))\n"
+        "def theirs():\n    return gymnasium.wrappers.TimeLimit(ours(), 2)\n"
+        "def bare():\n    return gymnasium.make('CartPole-v1')\n"
+        "def nothing():\n    return None\n"
+    )
+    for name in ("ours", "theirs"):
+        env = agentrl.make(f"{tmp_path}/made.py:{name}", max_turns=3)
+        assert isinstance(env, agentrl.wrappers.Wrapper)
+        assert (type(env.unwrapped).__name__, env.max_turns, env.splits) == ("Guess", 3, ("train", "test"))
+        again = gymnasium.make(env.spec)
+        assert again.unwrapped.max_turns == 3 and again.spec.additional_wrappers == env.spec.additional_wrappers
+        steps = env.reset(seed=0) and [env.step("no")[3] for _ in range(2)]
+        assert steps == [False, name == "theirs"]
+    agentrl.register("made", f"{tmp_path}/made.py:ours", loud=True)
+    assert isinstance(agentrl.make("made"), agentrl.wrappers.Wrapper)
+    assert type(gymnasium.make("agentrl/made-v0", max_turns=5).env.env).__name__ == "Wrapper"
+    with pytest.raises(ConfigError, match="takes no argument 'laud'. Did you mean 'loud'"):
+        agentrl.make("made", laud=True)
+    with pytest.raises(
+        ConfigError, match="returned a CartPoleEnv, not an agentrl.Env. To play it in text: gym:CartPole-v1"
+    ):
+        agentrl.make(f"{tmp_path}/made.py:bare")
+    with pytest.raises(ConfigError, match="returned a NoneType"):
+        agentrl.make(f"{tmp_path}/made.py:nothing")
 
 
 def test_unknown_and_missing_arguments(guess_file, tmp_path):
