@@ -27,4 +27,3 @@ def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def corpus(write_jsonl: Callable[..., Path]) -> Path:
     return write_jsonl(RIVERS)
-

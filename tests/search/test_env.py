@@ -18,11 +18,9 @@ import agentrl
 from agentrl.envs.search import SearchEnv, SearchR1Env
 from agentrl.envs.search import env as env_module
 from agentrl.envs.search.env import final_answer, format_passages, search_tool_schema, shared_retriever
-from agentrl.envs.search.index import build_in_memory
-from agentrl.envs.search.retriever import LocalRetriever
 from agentrl.envs.search.search_r1 import INVALID_ACTION, PROMPT
-from agentrl.envs.search.world import Passage
 from agentrl.errors import ConfigError, DataError, InfraError
+from agentrl.tools.retrieval import LocalRetriever, Passage, build_in_memory
 
 
 def call(query: str) -> str:

@@ -8,12 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentrl.envs.search import index
 from agentrl.envs.search.dense import open_dense_index, sentence_encoder
-from agentrl.envs.search.index import build_in_memory, open_index
-from agentrl.envs.search.postings import PostingsBuilder
-from agentrl.envs.search.world import Passage
 from agentrl.errors import ConfigError, DataError
+from agentrl.tools.retrieval import Passage, bm25, build_in_memory, open_index
+from agentrl.tools.retrieval.postings import PostingsBuilder
 
 
 def titles(hits) -> list[str]:
@@ -56,8 +54,8 @@ def test_no_file_stays_open(corpus: Path):
 
 def test_the_index_is_built_once_and_again_when_the_corpus_changes(corpus: Path, monkeypatch: pytest.MonkeyPatch):
     built = []
-    build = index.build_index
-    monkeypatch.setattr(index, "build_index", lambda *paths: (built.append(paths), build(*paths)))
+    build = bm25.build_index
+    monkeypatch.setattr(bm25, "build_index", lambda *paths: (built.append(paths), build(*paths)))
     open_index(corpus)
     open_index(corpus)
     assert len(built) == 1

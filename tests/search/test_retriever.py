@@ -10,10 +10,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from agentrl.envs.search.index import open_index, world_index
-from agentrl.envs.search.retriever import KEY_VARIABLE, HttpRetriever, LocalRetriever
 from agentrl.envs.search.server import MAX_BODY, RetrievalServer, create_app, serve
+from agentrl.envs.search.world import world_index
 from agentrl.errors import ConfigError, DataError, InfraError
+from agentrl.tools.retrieval import HttpRetriever, LocalRetriever, open_index
+from agentrl.tools.retrieval.retriever import KEY_VARIABLE
 
 
 @pytest.fixture
@@ -204,9 +205,7 @@ def test_a_server_that_hangs_is_given_up_in_time():
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        client = HttpRetriever(
-            f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.2, retries=1, backoff=0.01
-        )
+        client = HttpRetriever(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.2, retries=1, backoff=0.01)
         assert client.patience < 0.5
         with pytest.raises(InfraError, match="Timeout"):
             client.search(["q"], 1)

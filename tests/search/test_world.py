@@ -6,8 +6,7 @@ from collections import Counter
 import pytest
 
 from agentrl.envs.search import names, world
-from agentrl.envs.search.index import world_index
-from agentrl.envs.search.world import World, get_world
+from agentrl.envs.search.world import World, get_world, world_index
 
 
 def test_same_seed_same_world_and_another_seed_another():

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from agentrl.envs.search.corpus import JsonlCorpus, scan
-from agentrl.envs.search.index import Hit
 from agentrl.errors import ConfigError, DataError
+from agentrl.tools.retrieval.bm25 import Hit
+from agentrl.tools.retrieval.corpus import JsonlCorpus, scan
 
 Encoder = Callable[[list[str]], np.ndarray]
 """Texts to vectors ``[texts, dim]``, compared by inner product."""

@@ -4,38 +4,24 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.envs.search.index import open_index, world_index
 from agentrl.envs.search.questions import WorldQuestions, load_questions
-from agentrl.envs.search.retriever import HttpRetriever, LocalRetriever, Retriever
-from agentrl.envs.search.world import TWO_HOP_SHARE, Passage, get_world
+from agentrl.envs.search.world import TWO_HOP_SHARE, get_world, world_index
 from agentrl.envs.tool_env import ToolEnv
 from agentrl.errors import ConfigError
 from agentrl.rewards import exact_match
-from agentrl.tools.base import Tool, ToolResult
-from agentrl.tools.threads import run_blocking
+from agentrl.tools.retrieval import LocalRetriever, Retriever
+from agentrl.tools.search import SearchTool, format_passages, open_retriever
 
 SYSTEM_PROMPT = "Find facts with the search tool, then reply with Answer: and the short answer."
 """Short, because every episode begins with it; the demo model was trained on it."""
 
 ANSWER_MARK = "Answer:"
-NO_RESULTS = "No results."
+TOOL_DESCRIPTION = "Search the encyclopedia."
 
-_loading = threading.Lock()
-
-
-def format_passages(passages: Sequence[Passage]) -> str:
-    """Search results as the model reads them: one passage a line, the title only where the text does not
-    begin with it."""
-    lines = []
-    for passage in passages:
-        text = " ".join(passage.text.split())
-        named = not passage.title or text.startswith(passage.title)
-        lines.append(f"- {text}" if named else f"- {passage.title}: {text}")
-    return "\n".join(lines) or NO_RESULTS
+_building = threading.Lock()
 
 
 def final_answer(text: str) -> str:
@@ -43,51 +29,28 @@ def final_answer(text: str) -> str:
     return text.rpartition(ANSWER_MARK)[2].strip()
 
 
-class SearchTool(Tool):
-    """Search the encyclopedia."""
-
-    name = "search"
-    shared = True
-
-    def __init__(self, retriever: Retriever, topk: int = 1, show: Callable[..., str] = format_passages) -> None:
-        self.retriever = retriever
-        self.topk = topk
-        self.show = show
-        # A retriever with a deadline of its own knows whose fault it is when that passes: leave it the time.
-        self.timeout = None if retriever.patience is None else retriever.patience + 5.0
-
-    async def __call__(self, query: str) -> ToolResult:
-        """Args:
-        query: What to look for.
-        """
-        if self.retriever.quick:
-            (hits,) = self.retriever.search([query], self.topk)
-        else:
-            (hits,) = await run_blocking(self.retriever.search, [query], self.topk)
-        passages = [hit.passage for hit in hits]
-        return ToolResult(self.show(passages), metadata={"passages": [passage.id for passage in passages]})
-
-
 def search_tool_schema() -> dict[str, Any]:
     """The search tool as a model is told about it."""
-    return SearchTool.schema(SearchTool.__new__(SearchTool))
+    tool = SearchTool.__new__(SearchTool)
+    tool.description = TOOL_DESCRIPTION
+    return tool.schema()
 
 
-@functools.lru_cache(maxsize=8)
-def _shared_retriever(url: str | None, corpus: str | None, index_dir: str | None, world_seed: int) -> Retriever:
-    if url:
-        return HttpRetriever(url)
-    return LocalRetriever(open_index(corpus, index_dir) if corpus else world_index(world_seed))
+@functools.lru_cache(maxsize=4)
+def _world_retriever(world_seed: int) -> Retriever:
+    return LocalRetriever(world_index(world_seed))
 
 
 def shared_retriever(
-    url: str | None = None, corpus: str | None = None, index_dir: str | None = None, world_seed: int = 0
+    url: str | None = None, corpus: str | Path | None = None, index_dir: str | Path | None = None, world_seed: int = 0
 ) -> Retriever:
     """The retriever of these settings, one a process: a server, else a corpus, else the synthetic world."""
     if url and corpus:
         raise ConfigError(f"retriever={url!r} and corpus={corpus!r} exclude each other: give one")
-    with _loading:
-        return _shared_retriever(url, corpus, index_dir, world_seed)
+    if url or corpus:
+        return open_retriever(url=url or None, corpus=corpus or None, index_dir=index_dir or None)
+    with _building:
+        return _world_retriever(world_seed)
 
 
 class QuestionEnv(ToolEnv):
@@ -134,10 +97,8 @@ class QuestionEnv(ToolEnv):
         else:
             world = get_world(world_seed)
             self.tasks = {split: WorldQuestions(world, split, two_hop) for split in self.splits}
-        source = shared_retriever(
-            retriever, _absolute(corpus) if corpus else None, _absolute(index_dir) if index_dir else None, world_seed
-        )
-        self.tools = [SearchTool(source, topk, self.show_passages)]
+        source = shared_retriever(retriever, corpus, index_dir, world_seed)
+        self.tools = [SearchTool(retriever=source, topk=topk, show=self.show_passages, description=TOOL_DESCRIPTION)]
 
 
 def _absolute(path: str | Path) -> str:

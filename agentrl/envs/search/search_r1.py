@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.envs.search.env import QuestionEnv
-from agentrl.envs.search.world import Passage
 from agentrl.rewards import exact_match
+from agentrl.tools.retrieval import Passage
 from agentrl.types import Message
 
 PROMPT = (

@@ -16,9 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agentrl.envs.search.index import Hit, Index, open_index, world_index
-from agentrl.envs.search.retriever import KEY_VARIABLE, LocalRetriever, Retriever
+from agentrl.envs.search.world import world_index
 from agentrl.errors import ConfigError
+from agentrl.tools.retrieval.bm25 import Hit, Index, open_index
+from agentrl.tools.retrieval.retriever import KEY_VARIABLE, LocalRetriever, Retriever
 
 MAX_BODY = 4 * 2**20
 """Bytes of a request; longer ones are answered 413."""
@@ -102,8 +103,7 @@ class RetrievalServer:
         port: 0 takes a free one.
 
     Example:
-        >>> from agentrl.envs.search.index import build_in_memory
-        >>> from agentrl.envs.search.world import Passage
+        >>> from agentrl.tools.retrieval import Passage, build_in_memory
         >>> index = build_in_memory([Passage("1", "Nile", "Nile is a river.")])
         >>> with RetrievalServer(create_app(LocalRetriever(index))) as server:
         ...     server.url.startswith("http://127.0.0.1:")

@@ -12,9 +12,10 @@ import functools
 import hashlib
 import random
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from agentrl.envs.search import names
+from agentrl.tools.retrieval.bm25 import Bm25Index, build_in_memory
+from agentrl.tools.retrieval.passages import Passage
 
 SPLITS = ("train", "test")
 TEST_PERMILLE = 200
@@ -23,19 +24,6 @@ TEST_PERMILLE = 200
 NUM_PEOPLE = 30_000
 NUM_QUESTIONS = {"train": 65_536, "test": 1_024}
 TWO_HOP_SHARE = 0.64
-
-
-class Passage(NamedTuple):
-    """One retrievable text. ``title`` may be empty."""
-
-    id: str
-    title: str
-    text: str
-
-    @property
-    def contents(self) -> str:
-        """Title in quotes, newline, body: the form that Search-R1's corpora and servers use."""
-        return f'"{self.title}"\n{self.text}'
 
 
 @dataclass(frozen=True)
@@ -210,3 +198,9 @@ def _draw_names(rng: random.Random, num_people: int) -> dict[str, list[str]]:
 def get_world(seed: int = 0) -> World:
     """The world of a seed, built once a process (about 0.3 s)."""
     return World(seed)
+
+
+@functools.lru_cache(maxsize=4)
+def world_index(seed: int = 0) -> Bm25Index:
+    """The index over the passages of a world, built once a process (about a second)."""
+    return build_in_memory(get_world(seed).passages)

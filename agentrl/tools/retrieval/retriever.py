@@ -9,10 +9,10 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from agentrl.envs.search.corpus import parse_passage
-from agentrl.envs.search.index import Hit, Index
-from agentrl.envs.search.world import Passage
 from agentrl.errors import ConfigError, InfraError
+from agentrl.tools.retrieval.bm25 import Hit, Index
+from agentrl.tools.retrieval.corpus import parse_passage
+from agentrl.tools.retrieval.passages import Passage
 
 KEY_VARIABLE = "AGENTRL_RETRIEVER_KEY"
 """Environment variable that holds the key of the retrieval server, for client and server alike."""

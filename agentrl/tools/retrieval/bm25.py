@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from agentrl.envs.search.corpus import JsonlCorpus, scan
-from agentrl.envs.search.postings import K1, B, PostingsBuilder
-from agentrl.envs.search.world import Passage, get_world
 from agentrl.errors import DataError
+from agentrl.tools.retrieval.corpus import JsonlCorpus, scan
+from agentrl.tools.retrieval.passages import Passage
+from agentrl.tools.retrieval.postings import K1, B, PostingsBuilder
 
 log = logging.getLogger(__name__)
 
@@ -126,12 +126,6 @@ def build_in_memory(passages: Sequence[Passage]) -> Bm25Index:
     for passage in passages:
         builder.add(passage)
     return Bm25Index(builder.finish(), passages)
-
-
-@functools.lru_cache(maxsize=4)
-def world_index(seed: int = 0) -> Bm25Index:
-    """The index over the passages of a world, built once a process (about a second)."""
-    return build_in_memory(get_world(seed).passages)
 
 
 def open_index(corpus: str | Path, index_dir: str | Path | None = None) -> Bm25Index:

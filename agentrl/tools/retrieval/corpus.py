@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.envs.search.world import Passage
 from agentrl.errors import DataError
+from agentrl.tools.retrieval.passages import Passage
 
 
 def parse_passage(record: Any, number: int) -> Passage:
