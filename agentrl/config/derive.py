@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from agentrl.config.presets import DEMO, demo_folder
-from agentrl.config.schema import Config
+from agentrl.config.schema import Config, EvalConfig
 from agentrl.errors import ConfigError
 
 DERIVED = {
@@ -42,8 +43,13 @@ def derive(config: Any) -> Any:
         ConfigError: What was given cannot be completed (the batch rule has no whole solution, for one).
     """
     changes: dict[str, Any] = _engines(config)
-    changes["hf_checkpoint"] = str(demo_folder()) if config.hf_checkpoint in (None, DEMO) else config.hf_checkpoint
+    served = isinstance(config, EvalConfig) and config.base_url is not None
+    if config.hf_checkpoint == DEMO or (config.hf_checkpoint is None and not served):
+        changes["hf_checkpoint"] = str(demo_folder())
+    if isinstance(config, EvalConfig):
+        changes["env"] = split_names(config.env)
     if isinstance(config, Config):
+        changes["eval_env"] = split_names(config.eval_env)
         changes |= _batch(config)
         changes["eps_clip_high"] = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
         if config.actor_num_gpus_per_node is None:
@@ -51,9 +57,14 @@ def derive(config: Any) -> Any:
                 1, -(-config.model_parallel_size // max(1, config.actor_num_nodes))
             )
         if config.use_kl_loss:
-            given = config.ref_load or changes["hf_checkpoint"]
+            given = config.ref_load or changes.get("hf_checkpoint", config.hf_checkpoint)
             changes["ref_load"] = str(demo_folder()) if given == DEMO else given
     return config.replace(**changes)
+
+
+def split_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Names given one by one, or several with commas between."""
+    return tuple(part.strip() for name in names for part in name.split(",") if part.strip())
 
 
 def _batch(config: Config) -> dict[str, int]:

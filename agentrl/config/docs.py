@@ -12,7 +12,7 @@ from agentrl.config.fields import Option, options
 from agentrl.config.names import NOT_AVAILABLE
 from agentrl.config.parse import ALIASES
 from agentrl.config.passthrough import MEGATRON_OWNED, SGLANG_OWNED
-from agentrl.config.presets import PRESETS
+from agentrl.config.presets import BEYOND, PRESETS, TUNED_TO
 from agentrl.config.schema import Config, EvalConfig
 
 INTRO = """\
@@ -118,6 +118,10 @@ def render() -> str:
             "| option | value |",
             "|---|---|",
             *(f"| `{train[key].flag}` | `{value}` |" for key, value in values.items()),
+            "",
+            f"In environments other than `{TUNED_TO}`: "
+            + ", ".join(f"`{train[key].flag} {value}`" for key, value in BEYOND.items())
+            + ".",
         ]
     lines += ["", PASSED_ON.format(sglang=_listed(SGLANG_OWNED), megatron=_listed(MEGATRON_OWNED))]
     lines += [

@@ -20,7 +20,7 @@ SINGULAR = {"env_args": "env-arg"}
 
 @dataclass(frozen=True)
 class Option:
-    """One option. ``kind``: int, float, bool, str, choice, mapping, pairs or passthrough."""
+    """One option. ``kind``: int, float, bool, str, choice, list, mapping, pairs or passthrough."""
 
     name: str
     group: str
@@ -43,7 +43,8 @@ class Option:
             return "{" + ",".join(self.choices) + "}"
         if self.kind == "str":
             return "PATH" if self.is_path else "TEXT"
-        return {"int": "INT", "float": "NUMBER", "mapping": "KEY=VALUE", "pairs": "NAME PATH"}.get(self.kind, "")
+        words = {"int": "INT", "float": "NUMBER", "list": "NAME", "mapping": "KEY=VALUE", "pairs": "NAME PATH"}
+        return words.get(self.kind, "")
 
 
 @functools.cache
@@ -87,7 +88,7 @@ def _option(cls: type, item: dataclasses.Field, hint: Any, doc: str) -> Option:
     elif origin is dict:
         kind = "mapping" if item.name == "env_args" else "passthrough"
     elif origin is tuple:
-        kind = "pairs"
+        kind = "list" if typing.get_args(bare)[0] is str else "pairs"
     else:
         kind = bare.__name__
     default = item.default if item.default is not dataclasses.MISSING else item.default_factory()

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.derive import DERIVED, derive
+from agentrl.config.derive import DERIVED, derive, split_names
 from agentrl.config.fields import options
 from agentrl.config.files import read_file
 from agentrl.config.parse import Given, parse_flags, parse_mapping
-from agentrl.config.presets import DEMO, PRESETS
+from agentrl.config.presets import BEYOND, DEMO, preset
 from agentrl.config.schema import Config, EvalConfig
 from agentrl.config.serialize import read_run_config, run_folder_of
 from agentrl.config.validate import validate, value_problems
@@ -109,7 +109,7 @@ def _run_layer(config_class: type, layers: list[Given]) -> Given | None:
     folder = run_folder_of(path)
     if folder is None:
         if config_class is EvalConfig:
-            raise ConfigError(f"--run {path}: not a run folder (no config.json of a run in it)")
+            raise ConfigError(f"--run {path}: not a run folder (no config.json of a training run in it)")
         return None
     fields = options(config_class)
     values = {
@@ -117,6 +117,8 @@ def _run_layer(config_class: type, layers: list[Given]) -> Given | None:
     }
     for name in ("load", "output_dir"):
         values.pop(name, None)
+    if config_class is EvalConfig:
+        _keep_what_fits(values, layers)
     given = parse_mapping(config_class, values, str(folder / "config.json"))
     if config_class is Config:
         given.values["output_dir"] = str(folder)
@@ -127,10 +129,25 @@ def _run_layer(config_class: type, layers: list[Given]) -> Given | None:
     return given
 
 
+def _keep_what_fits(values: dict[str, Any], layers: list[Given]) -> None:
+    """Remove from a run's options what does not hold for the evaluation at hand: it may be of other environments."""
+    replaced = any(_last(layers, name) for name in ("env", "prompt_data"))
+    arguments = values.get("env_args") or {}
+    values["env_args"] = {} if replaced else {k: v for k, v in arguments.items() if "." not in k}
+    if replaced:
+        for name in ("env", "prompt_data", *(BEYOND if values.get("hf_checkpoint") == DEMO else ())):
+            values.pop(name, None)
+
+
 def _preset_layer(config_class: type, layers: list[Given]) -> Given | None:
-    """The preset of the model, where it has one; no model named is the embedded one."""
+    """The preset of the model, where it has one; no model named is the embedded one, unless a server has it."""
     name = _last(layers, "hf_checkpoint") or DEMO
-    if name not in PRESETS:
+    if _last(layers, "base_url") is not None:
         return None
-    values = {key: value for key, value in PRESETS[name].items() if key in options(config_class)}
+    env, others = _last(layers, "env") or (), _last(layers, "eval_env") or ()
+    environments = split_names((env,) if isinstance(env, str) else env) + split_names(others)
+    given = preset(name, environments)
+    if not given:
+        return None
+    values = {key: value for key, value in given.items() if key in options(config_class)}
     return Given({**values, "hf_checkpoint": name}, dict.fromkeys([*values, "hf_checkpoint"], "preset"))

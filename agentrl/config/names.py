@@ -22,20 +22,11 @@ NOT_AVAILABLE = {
     "use-tis": "importance-sampling correction",
     "use-fault-tolerance": "switching fault tolerance off; dead engines are always replaced",
     "auto-resume": "restarting by itself; --load RUN continues a run",
-    "eval-env": "several evaluation environments; --eval-prompt-data is available",
-    "base-url": "evaluating against an OpenAI-compatible server",
-    "model": "evaluating against an OpenAI-compatible server",
     "gamma": "PPO",
     "lambd": "PPO",
     "num-critic-only-steps": "PPO",
 }
 """Flags (without dashes) that users of slime know and that later versions will take, with what they are for."""
-
-ONLY_IN_TRAINING = {
-    "rollout-top-p": "evaluation samples from the whole distribution; set --eval-temperature",
-    "top-p": "evaluation samples from the whole distribution; set --eval-temperature",
-}
-"""Flags that ``agentrl eval`` does not take, with what to know instead."""
 
 RENAMED = {
     "bf16": "--dtype bf16",
@@ -55,7 +46,15 @@ RENAMED = {
     "max-steps": "--num-rollout",
     "temperature": ("--rollout-temperature", "--eval-temperature"),
     "rollout-temperature": "--eval-temperature",
-    "top-p": "--rollout-top-p",
+    "top-p": ("--rollout-top-p", "--eval-top-p"),
+    "rollout-top-p": "--eval-top-p",
+    "max-tokens": "--rollout-max-response-len",
+    "eval-max-response-len": "--rollout-max-response-len",
+    "eval-max-context-len": "--rollout-max-context-len",
+    "task-ids": ("--task-id",),
+    "time-limit": ("--eval-time-limit",),
+    "num-trials": "--n-samples-per-eval-prompt",
+    "resume": ("--load", "--output-dir"),
     "disable-grpo-std-normalization": "--no-grpo-std-normalization",
     "env-args": "--env-arg",
     "num-gpus": "--actor-num-gpus-per-node and --rollout-num-gpus",
@@ -94,8 +93,6 @@ def unknown_message(given: str, bare: str, candidates: Iterable[str], *, as_flag
     if bare in NOT_AVAILABLE:
         return f"{given}: {NOT_AVAILABLE[bare]} is not available yet in this version."
     known = list(candidates)
-    if bare in ONLY_IN_TRAINING and "rollout-top-p" not in known and "split" in known:
-        return f"{given}: {ONLY_IN_TRAINING[bare]}."
     right = _renamed(bare, known)
     if right is not None:
         return f"Unknown {noun} {given}. Use {right if as_flag else right.lstrip('-').replace('-', '_')}."

@@ -16,7 +16,16 @@ from agentrl.config.names import unknown_message
 from agentrl.config.values import EXPECTED, PARSERS, coerce, parse_bool, parse_json_or_text, parse_key_value
 from agentrl.errors import ConfigError
 
-ALIASES = {"EvalConfig": {"limit": "eval_tasks", "concurrency": "rollout_concurrency"}}
+ALIASES = {
+    "EvalConfig": {
+        "limit": "eval_tasks",
+        "concurrency": "rollout_concurrency",
+        "temperature": "eval_temperature",
+        "top-p": "eval_top_p",
+        "top-k": "eval_top_k",
+        "max-tokens": "rollout_max_response_len",
+    }
+}
 """Second names of flags, per configuration class."""
 
 
@@ -110,6 +119,8 @@ def _put_own(given: Given, option: Option, flag: str, words: list[str], inline: 
     if option.kind == "mapping":
         key, value = parse_key_value(word, flag)
         given.put(option.name, {key: value}, flag)
+    elif option.kind == "list":
+        given.put(option.name, (word,), flag)
     else:
         given.put(option.name, _read(option, flag, word), flag)
     return 1
@@ -217,6 +228,8 @@ def _put_typed(given: Given, option: Option, source: str, value: Any) -> None:
         given.put(option.name, _choice(option, source, value), source)
     elif option.kind == "pairs":
         given.put(option.name, _pairs(source, value), source)
+    elif option.kind == "list":
+        given.put(option.name, _list(source, value), source)
     elif option.kind in ("mapping", "passthrough"):
         if not isinstance(value, dict):
             raise ConfigError(f"{source}: expected a table of names and values, got {value!r}")
@@ -248,6 +261,14 @@ def _foreign_table(name: str, source: str, table: dict) -> list[tuple[str, Any]]
             )
         )
     return items
+
+
+def _list(source: str, value: Any) -> tuple[str, ...]:
+    """Texts; one alone may stand without a list, and no text is none."""
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
+        raise ConfigError(f"{source}: expected a list of text, got {value!r}")
+    return tuple(item for item in items if item)
 
 
 def _pairs(source: str, value: Any) -> tuple[tuple[str, str], ...]:

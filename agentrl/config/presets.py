@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,18 @@ PRESETS: dict[str, dict[str, Any]] = {
     }
 }
 """Options that take the place of the general defaults when a model of this name is used."""
+
+TUNED_TO = "search"
+BEYOND = {"rollout_max_response_len": 128, "rollout_max_context_len": 1920, "max_turns": 8}
+"""What the preset of the embedded model has in place of the above in environments other than ``TUNED_TO``: of their
+prompts and tool results 512 tokens do not hold an episode. The model has 2,048 positions."""
+
+
+def preset(name: str, environments: Sequence[str]) -> dict[str, Any]:
+    """Starting values of the model ``name`` for these environments; empty when it has none."""
+    if name not in PRESETS:
+        return {}
+    return {**PRESETS[name], **({} if set(environments) == {TUNED_TO} else BEYOND)}
 
 
 def demo_folder() -> Path:

@@ -8,17 +8,18 @@ help. Flags (``rollout_batch_size`` is ``--rollout-batch-size``), file keys, ``-
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from agentrl.config.values import PathText, Range
+from agentrl.config.base import OptionSet
+from agentrl.config.evaluation import (
+    EvaluationOptions,
+    EvaluationRunOptions,
+    ServerOptions,
+    TrainingEvaluationOptions,
+)
+from agentrl.config.values import Count, NonNegative, PathText, Positive, Range, Seconds
 
-Positive = Annotated[int, Range(low=1)]
-Count = Annotated[int, Range(low=0)]
-Seconds = Annotated[float, Range(low=0.0, low_open=True)]
-NonNegative = Annotated[float, Range(low=0.0)]
-Probability = Annotated[float, Range(low=0.0, high=1.0)]
 Beta = Annotated[float, Range(low=0.0, high=1.0, high_open=True)]
 
 
@@ -109,20 +110,6 @@ class EngineOptions:
     for anyway."""
     threads: Positive | None = None
     """CPU threads of each engine and trainer process; unset: the cores divided among them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationOptions:
-    """Held-out evaluation"""
-
-    eval_tasks: Positive = 200
-    """Held-out tasks of one evaluation; fixed over the run. All of them where the split has fewer."""
-    n_samples_per_eval_prompt: Positive = 1
-    """Episodes per held-out task."""
-    eval_temperature: NonNegative = 0.0
-    """Sampling temperature in evaluation; 0 is greedy."""
-    eval_prompt_data: tuple[tuple[str, PathText], ...] = ()
-    """A named held-out task file, evaluated beside the environment's own: NAME PATH. Repeatable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,8 +253,6 @@ class SyncOptions:
 class TrackingOptions:
     """Tracking"""
 
-    eval_interval: Count = 0
-    """Rollouts between held-out evaluations (also one before the first and one after the last); 0 for none."""
     tensorboard: bool = True
     """Write TensorBoard files into the run folder."""
     use_wandb: bool = False
@@ -293,53 +278,14 @@ class MegatronPassedOn:
     (`--moe-router-topk 2`), or the table `[megatron]` of a file."""
 
 
-class _Resolved:
-    """What both configurations can do."""
-
-    def replace(self, **changes: Any) -> Any:
-        """A copy with ``changes``; nothing is validated or derived again."""
-        return dataclasses.replace(self, **changes)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready copy of all options; the embedded model is written as ``"demo"``."""
-        from agentrl.config.serialize import to_dict
-
-        return to_dict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Any:
-        """Inverse of :meth:`to_dict`. Raises ConfigError on an unknown key or a value of the wrong type."""
-        from agentrl.config.serialize import from_dict
-
-        return from_dict(cls, values)
-
-    def env_spec(self) -> tuple[str, dict[str, Any]]:
-        """``(spec, kwargs)`` for :func:`agentrl.make`: the environment, or prompt data as one."""
-        if self.prompt_data is None:
-            return self.env, dict(self.env_args)
-        spec, kwargs = self.prompt_env_spec(self.prompt_data)
-        return spec, {**kwargs, **self.env_args}
-
-    def prompt_env_spec(self, path: str) -> tuple[str, dict[str, Any]]:
-        """``(spec, kwargs)`` of the environment over a prompt file (--prompt-data, --eval-prompt-data)."""
-        kwargs = {
-            "path": path,
-            "input_key": self.input_key,
-            "label_key": self.label_key,
-            "metadata_key": self.metadata_key,
-            "apply_chat_template": self.apply_chat_template,
-            "reward": self.custom_rm_path or self.rm_type,
-        }
-        return "agentrl.envs.prompt:PromptEnv", kwargs
-
-
 @dataclass(frozen=True, kw_only=True)
 class Config(
-    _Resolved,
+    OptionSet,
     MegatronPassedOn,
     PassedOn,
     RunOptions,
     TrackingOptions,
+    TrainingEvaluationOptions,
     EvaluationOptions,
     CheckpointOptions,
     SyncOptions,
@@ -376,14 +322,31 @@ class Config(
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig(_Resolved, PassedOn, RunOptions, EvaluationOptions, LimitOptions, EngineOptions, EnvironmentOptions):
-    """Evaluation run
+class EvaluatedEnvironments(EnvironmentOptions):
+    """Environment and data"""
 
-    Options of ``agentrl eval``; shares names and meaning with :class:`Config`.
-    """
+    env: tuple[str, ...] = ()
+    """The environment: a registered name (`search`), `module:Class` or `path/to/file.py:Class`. Repeatable, or several
+    with commas between: each is a set of its own. The arguments of one of several are `--env-arg NAME.KEY=VALUE`."""
 
-    run: PathText | None = None
-    """Training run whose newest checkpoint is evaluated, with that run's environment and limits; in place of
-    --hf-checkpoint."""
-    split: str = "test"
-    """Split to evaluate. The training split is taken only when it is asked for by name."""
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(
+    OptionSet,
+    PassedOn,
+    RunOptions,
+    EvaluationRunOptions,
+    EvaluationOptions,
+    LimitOptions,
+    ServerOptions,
+    EngineOptions,
+    EvaluatedEnvironments,
+):
+    """Options of ``agentrl eval``; shares names and meaning with :class:`Config`."""
+
+    def env_spec(self) -> tuple[str, dict[str, Any]]:
+        """``(spec, kwargs)`` of prompt data, or of the first environment."""
+        if self.prompt_data is not None or not self.env:
+            return super().env_spec()
+        alone = self.arguments_of(None) if len(self.env) == 1 else {}
+        return self.env[0], alone

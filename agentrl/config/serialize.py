@@ -19,7 +19,7 @@ def to_dict(config: Any) -> dict[str, Any]:
     for name in options(type(config)):
         value = copy.deepcopy(getattr(config, name))
         if isinstance(value, tuple):
-            value = [list(pair) for pair in value]
+            value = [item if isinstance(item, str) else list(item) for item in value]
         if name in ("hf_checkpoint", "ref_load") and value == str(demo_folder()):
             value = DEMO
         values[name] = value

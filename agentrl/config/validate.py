@@ -11,6 +11,7 @@ from typing import Any
 from agentrl.config.derive import batch_rule
 from agentrl.config.fields import Option, options
 from agentrl.config.schema import Config, EvalConfig
+from agentrl.config.validate_eval import evaluated
 from agentrl.errors import ConfigError
 
 
@@ -28,9 +29,10 @@ def validate(config: Config | EvalConfig, explicit: Mapping[str, str] | None = N
     if not problems:  # relations between values that are wrong in themselves would only repeat it
         problems += _environment(config, explicit or {})
         problems += _lengths(config)
-        problems += _model(config)
+        if not (isinstance(config, EvalConfig) and config.base_url is not None):
+            problems += _model(config)
         if isinstance(config, EvalConfig):
-            problems += _evaluated(config, explicit or {})
+            problems += evaluated(config, explicit or {})
         if isinstance(config, Config):
             problems += _batch(config)
             problems += _sampling(config)
@@ -51,6 +53,7 @@ _TYPES = {
     "mapping": dict,
     "passthrough": dict,
     "pairs": tuple,
+    "list": tuple,
 }
 
 
@@ -89,10 +92,8 @@ def _environment(config: Config | EvalConfig, explicit: Mapping[str, str]) -> It
             f"--prompt-data FILE{alone}."
         )
     if config.env and config.prompt_data is not None:
-        yield (
-            f"--env {config.env} and --prompt-data {config.prompt_data} exclude each other: tasks come from one "
-            "of them."
-        )
+        named = config.env if isinstance(config.env, str) else ",".join(config.env)
+        yield (f"--env {named} and --prompt-data {config.prompt_data} exclude each other: tasks come from one of them.")
     files = [("--prompt-data", config.prompt_data)] if config.prompt_data is not None else []
     names = [name for name, _ in config.eval_prompt_data]
     for name in sorted({n for n in names if names.count(n) > 1}):
@@ -115,19 +116,6 @@ def _environment(config: Config | EvalConfig, explicit: Mapping[str, str]) -> It
         yield f"{explicit['rm_type']} and --custom-rm-path exclude each other: there is one reward."
     for name in ("custom_rm_path", "custom_generate_function_path", "data_source_path"):
         yield from _import_path("--" + name.replace("_", "-"), getattr(config, name, None))
-
-
-def _evaluated(config: EvalConfig, explicit: Mapping[str, str]) -> Iterator[str]:
-    """One model, and no option about tasks that are not there."""
-    if config.run is not None and "hf_checkpoint" in explicit:
-        yield (
-            f"--run {config.run} and {explicit['hf_checkpoint']} {config.hf_checkpoint} exclude each other: the model "
-            "is the run's newest checkpoint. To evaluate another model, leave --run out and name the environment."
-        )
-    if not config.env and config.prompt_data is None:
-        for name in ("env_args", "split"):
-            if name in explicit:
-                yield f"{explicit[name]} has no effect without --env or --prompt-data."
 
 
 def _import_path(flag: str, spec: str | None) -> Iterator[str]:
@@ -321,6 +309,9 @@ _NEEDS = {
     "wandb_project": ("--use-wandb", lambda c: c.use_wandb),
     "min_lr": ("--lr-decay-style linear or cosine", lambda c: c.lr_decay_style != "constant"),
     "eval_prompt_data": ("--eval-interval", lambda c: c.eval_interval > 0),
+    "eval_env": ("--eval-interval", lambda c: c.eval_interval > 0),
+    "eval_own_split": ("--eval-interval", lambda c: c.eval_interval > 0),
+    "best_metric": ("--eval-interval", lambda c: c.eval_interval > 0),
 }
 
 
@@ -329,6 +320,9 @@ def _without_effect(config: Config, explicit: Mapping[str, str]) -> Iterator[str
     for name, (needed, holds) in _NEEDS.items():
         if name in explicit and not holds(config):
             yield f"{explicit[name]} has no effect without {needed}."
+    dotted = sorted(key for key in config.env_args if "." in key)
+    if dotted and not config.eval_env:
+        yield f"--env-arg {dotted[0]}: arguments of --env have no name before them; those of an --eval-env do."
 
 
 def _engines(config: Config | EvalConfig) -> Iterator[str]:

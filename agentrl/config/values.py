@@ -41,6 +41,11 @@ class PathMark:
 
 
 PathText = Annotated[str, PathMark()]
+Positive = Annotated[int, Range(low=1)]
+Count = Annotated[int, Range(low=0)]
+Seconds = Annotated[float, Range(low=0.0, low_open=True)]
+NonNegative = Annotated[float, Range(low=0.0)]
+Probability = Annotated[float, Range(low=0.0, high=1.0)]
 
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 
@@ -95,7 +100,7 @@ def parse_key_value(text: str, flag: str) -> tuple[str, Any]:
 
 
 PARSERS = {"int": parse_int, "float": parse_float, "bool": parse_bool, "str": str}
-EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
+EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "list": "text"}
 
 
 def coerce(kind: str, value: Any) -> Any:

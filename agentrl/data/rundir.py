@@ -13,6 +13,7 @@ reward.png       the learning curve
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import math
 import platform
@@ -47,8 +48,7 @@ class RunDir:
         with storage_errors(self.logs):
             self.logs.mkdir(exist_ok=True)
         remove_partials(self.path)
-        self.store = TrajectoryStore(self.path / "trajectories")
-        self._metrics = JsonLines(self.path / "metrics.jsonl")
+        self._metrics: JsonLines | None = None
         self._trackers: list[Tracker] = []
 
     # -- making and opening --------------------------------------------------------------------
@@ -157,6 +157,11 @@ class RunDir:
         """The log file of a process (``engine-0``, ``trainer-1``, ``driver``)."""
         return self.logs / f"{process}.log"
 
+    @functools.cached_property
+    def store(self) -> TrajectoryStore:
+        """The trajectories of training; the folder is made at the first use."""
+        return TrajectoryStore(self.path / "trajectories")
+
     # -- metrics -------------------------------------------------------------------------------
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -167,6 +172,8 @@ class RunDir:
             metrics: Name -> number. NaN and infinities are written as null, and not handed on.
         """
         values = {name: float(value) for name, value in metrics.items()}
+        if self._metrics is None:
+            self._metrics = JsonLines(self.path / "metrics.jsonl")
         self._metrics.append({"step": int(step), "time": time.time(), **values})
         numbers = {name: value for name, value in values.items() if math.isfinite(value)}
         for tracker in self._trackers:
@@ -186,8 +193,9 @@ class RunDir:
         return read_jsonl(file) if file.is_file() else iter(())
 
     def metrics(self) -> Iterator[dict[str, Any]]:
-        """The lines of ``metrics.jsonl``."""
-        return read_jsonl(self.path / "metrics.jsonl")
+        """The lines of ``metrics.jsonl``; nothing when there is none."""
+        file = self.path / "metrics.jsonl"
+        return read_jsonl(file) if file.is_file() else iter(())
 
     def plot_reward(self) -> Path:
         """Draw ``reward.png`` from the metrics; returns its path."""
@@ -203,14 +211,15 @@ class RunDir:
         return path
 
     def _rewind(self, step: int) -> None:
-        self._metrics.close()
+        if self._metrics is not None:
+            self._metrics.close()
         for name in ("metrics.jsonl", "evaluations.jsonl"):
             file = self.path / name
             kept = [line for line in read_jsonl(file) if line["step"] <= step] if file.is_file() else []
             with atomic_file(file) as stream:
                 for line in kept:
                     stream.write((json.dumps(finite(line)) + "\n").encode("ascii"))
-        self._metrics = JsonLines(self.path / "metrics.jsonl")
+        self._metrics = None
         self.store.rewind(step)
 
     # -- end -----------------------------------------------------------------------------------
@@ -220,8 +229,9 @@ class RunDir:
         if self._lock.closed:
             return
         try:
-            self._metrics.sync()
-            self._metrics.close()
+            if self._metrics is not None:
+                self._metrics.sync()
+                self._metrics.close()
             for tracker in self._trackers:
                 tracker.close()
         finally:
@@ -237,7 +247,11 @@ class RunDir:
 def _new_folder(base: Path, config: Any) -> Path:
     """Make ``<base>/<env>-<date>-<n>`` with the first free n."""
     # Without an environment or task file of its own, an evaluation is of held-out files alone.
-    label = env_label(config.env or Path(config.prompt_data or config.eval_prompt_data[0][1]).stem)
+    environments = (config.env,) if isinstance(config.env, str) else config.env
+    if any(environments):
+        label = "-".join(env_label(spec) for spec in environments)
+    else:
+        label = env_label(Path(config.prompt_data or config.eval_prompt_data[0][1]).stem)
     kind = "" if hasattr(config, "num_rollout") else "eval-"
     stem = f"{kind}{label}-{time.strftime('%Y%m%d')}"
     with storage_errors(base):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.config.schema import EvalConfig
 from agentrl.data.tasks import env_label, held_out_tasks
 from agentrl.errors import ConfigError
 from agentrl.evaluation.metrics import EvalSummary, summarize
 from agentrl.rollout.setup import make_env
 from agentrl.types import Task, Trajectory
+
+TRAINING_SPLIT = "train"
 
 
 @dataclass(frozen=True)
@@ -26,48 +30,138 @@ class HeldOutSet:
     tasks: list[Task]
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """A set before its environment was asked for tasks. An ``optional`` one without held-out tasks is left out."""
+
+    name: str
+    split: str
+    spec: str
+    kwargs: dict[str, Any]
+    optional: bool = False
+
+
 def held_out_sets(cfg: Any, *, split: str = "test") -> list[HeldOutSet]:
-    """The environment's own held-out split, then each ``--eval-prompt-data``.
+    """The split of each environment, then each ``--eval-prompt-data``.
 
     Args:
         cfg: ``Config`` or ``EvalConfig``.
-        split: split of the environment; the files of ``--eval-prompt-data`` are held out whole.
+        split: split of the environments; the files of ``--eval-prompt-data`` are held out whole.
 
     Raises:
-        ConfigError: there is nothing to evaluate on.
+        ConfigError: there is nothing to evaluate on, a named task is not there, or two sets have one name.
     """
-    wanted: list[tuple[str, str, tuple[str, dict[str, Any]]]] = []
-    if cfg.env or cfg.prompt_data:
-        spec, kwargs = cfg.env_spec()
-        wanted.append((env_label(cfg.env or cfg.prompt_data), split, (spec, kwargs)))
-    for name, path in cfg.eval_prompt_data:
-        spec, kwargs = cfg.prompt_env_spec(path)
-        wanted.append((name, "all", (spec, kwargs)))
+    wanted = [*_environments(cfg, split), *_files(cfg)]
+    names = [w.name for w in wanted]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"held-out sets need distinct names, got {', '.join(names)}")
+    chosen = _Chosen(getattr(cfg, "task_id", ()))
     sets = []
-    for name, its_split, (spec, kwargs) in wanted:
-        env = make_env(spec, kwargs)
+    for one in wanted:
+        env = make_env(one.spec, one.kwargs)
         try:
-            if cfg.eval_prompt_data and its_split == split and not _has_tasks(env, split):
-                continue  # no held-out tasks of its own: the files are what it is evaluated on
-            if cfg.prompt_data and not _has_tasks(env, its_split):
+            if one.optional and not _has_tasks(env, one.split):
+                continue  # no held-out tasks of its own: the other sets are what it is evaluated on
+            if getattr(cfg, "prompt_data", None) and one.split == split and not _has_tasks(env, split):
                 raise ConfigError(
                     f"{cfg.prompt_data} has no held-out tasks: give --eval-prompt-data NAME PATH, or keep a share of "
                     "the file back with --env-arg test_fraction=0.1"
                 )
-            tasks = held_out_tasks(spec, env, split=its_split, limit=cfg.eval_tasks)
+            tasks = (
+                chosen.tasks(one, env)
+                if chosen
+                else held_out_tasks(one.spec, env, split=one.split, limit=cfg.eval_tasks)
+            )
         finally:
             env.close()
-        sets.append(HeldOutSet(name, its_split, spec, kwargs, tasks))
+        if tasks:
+            sets.append(HeldOutSet(one.name, one.split, one.spec, one.kwargs, tasks))
+    chosen.refuse_unknown()
     if not sets:
         raise ConfigError("nothing to evaluate on: give --env NAME, or --eval-prompt-data NAME PATH")
-    names = [s.name for s in sets]
-    if len(set(names)) != len(names):
-        raise ConfigError(f"held-out sets need distinct names, got {', '.join(names)}")
     return sets
 
 
+def _environments(cfg: Any, split: str) -> list[_Wanted]:
+    """Sets over the held-out split of an environment each; in training, first of the one that is trained on."""
+    wanted = []
+    if isinstance(cfg, EvalConfig):
+        others: Sequence[str] = cfg.env if len(cfg.env) > 1 else ()
+        own = len(cfg.env) < 2
+    else:
+        others, own = cfg.eval_env, cfg.eval_own_split
+    if own and (cfg.env or cfg.prompt_data):
+        spec, kwargs = cfg.env_spec()
+        label = env_label(spec if cfg.env else cfg.prompt_data)
+        wanted.append(_Wanted(label, split, spec, kwargs, optional=bool(cfg.eval_prompt_data or others)))
+    names = [env_label(spec) for spec in others]
+    for key in cfg.env_args:
+        if "." in key and not any(key.startswith(f"{name}.") for name in names):
+            raise ConfigError(f"--env-arg {key}: of the name before the dot there is no environment; {_listed(names)}")
+    wanted += [_Wanted(n, split, spec, cfg.arguments_of(n)) for n, spec in zip(names, others, strict=True)]
+    return wanted
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"there are {', '.join(names)}" if names else "with one environment, no name stands there"
+
+
+def _files(cfg: Any) -> list[_Wanted]:
+    return [_Wanted(name, "all", *cfg.prompt_env_spec(path)) for name, path in cfg.eval_prompt_data]
+
+
 def _has_tasks(env: Any, split: str) -> bool:
-    return split in env.unwrapped.splits and env.unwrapped.num_tasks(split) != 0
+    return split in env.get_wrapper_attr("splits") and env.get_wrapper_attr("num_tasks")(split) != 0
+
+
+class _Chosen:
+    """The tasks that ``--task-id`` names: by id, or by number in the split."""
+
+    def __init__(self, names: Iterable[str]):
+        self.names = tuple(dict.fromkeys(names))
+        self._found: set[str] = set()
+        self._known: list[str] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.names)
+
+    def tasks(self, one: _Wanted, env: Any) -> list[Task]:
+        """Those of the set ``one``, in the order in which they were named."""
+        endless = env.get_wrapper_attr("num_tasks")(one.split) is None
+        if endless:
+            numbers = [int(name) for name in self.names if name.isdecimal()]
+            available = held_out_tasks(one.spec, env, split=one.split, limit=max(numbers, default=0) + 1)
+        else:
+            available = held_out_tasks(one.spec, env, split=one.split)
+        by_id = {task.task_id: task for task in available}
+        self._known += by_id
+        tasks = []
+        for name in self.names:
+            task = by_id.get(name)
+            if task is None and name.isdecimal() and int(name) < len(available):
+                task = available[int(name)]
+            if task is None and endless:
+                task = _drawn(name, available[0])
+            if task is not None:
+                self._found.add(name)
+                tasks.append(task)
+        return list({task.task_id: task for task in tasks}.values())
+
+    def refuse_unknown(self) -> None:
+        """Raises ConfigError when a named task is in no set."""
+        for name in self.names:
+            if name not in self._found:
+                near = difflib.get_close_matches(name, self._known, n=3, cutoff=0.4) or self._known[:3]
+                raise ConfigError(f"--task-id {name}: there is no such task. Near it: {', '.join(near)}.")
+
+
+def _drawn(name: str, like: Task) -> Task | None:
+    """The task ``name`` of a split without end, where a task is its seed; ``like`` is another one of it."""
+    start = like.task_id.removesuffix(str(like.seed))
+    seed = name.removeprefix(start)
+    if not name.startswith(start) or not seed.isdecimal():
+        return None
+    return Task(name, int(seed), like.split, dict(like.options), like.env)
 
 
 async def run_set(

@@ -35,9 +35,7 @@ def refused(*flags):
     ("flag", "part"),
     [
         ("--rollout-temperature", "Use --eval-temperature"),
-        ("--temperature", "Use --eval-temperature"),
-        ("--rollout-top-p", "set --eval-temperature"),
-        ("--top-p", "set --eval-temperature"),
+        ("--rollout-top-p", "Use --eval-top-p"),
     ],
 )
 def test_sampling_of_training_is_not_taken(flag, part):
@@ -46,7 +44,7 @@ def test_sampling_of_training_is_not_taken(flag, part):
 
 def test_a_run_is_evaluated_whatever_it_sampled_with(run, model):
     cfg = load_eval_config(["--run", run])
-    assert (cfg.env, cfg.hf_checkpoint, hasattr(cfg, "rollout_temperature")) == ("search", model, False)
+    assert (cfg.env, cfg.hf_checkpoint, hasattr(cfg, "rollout_temperature")) == (("search",), model, False)
 
 
 def test_one_model_is_evaluated(run, model):
@@ -58,7 +56,7 @@ def test_held_out_files_alone(held_out, model, tmp_path):
     from agentrl.data.rundir import RunDir
 
     cfg = load_eval_config(["--eval-prompt-data", "sums", held_out, "--hf-checkpoint", model])
-    assert (cfg.env, cfg.prompt_data, cfg.eval_prompt_data) == ("", None, (("sums", held_out),))
+    assert (cfg.env, cfg.prompt_data, cfg.eval_prompt_data) == ((), None, (("sums", held_out),))
     with RunDir.create(cfg, base=tmp_path / "runs") as folder:
         assert folder.path.name.startswith("eval-held_out-")
     for flag, value in (("--env-arg", "a=1"), ("--split", "train")):

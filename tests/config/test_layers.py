@@ -97,7 +97,7 @@ def test_torn_configuration_of_a_run(run_folder):
 def test_evaluating_a_run_takes_its_environment_and_limits(run_folder):
     cfg = load_eval_config(["--run", str(run_folder)])
     assert isinstance(cfg, EvalConfig)
-    assert (cfg.env, cfg.max_turns, cfg.env_args, cfg.output_dir) == ("search", 3, {"topk": 2}, None)
+    assert (cfg.env, cfg.max_turns, cfg.env_args, cfg.output_dir) == (("search",), 3, {"topk": 2}, None)
     with pytest.raises(ConfigError, match="not a run folder"):
         load_eval_config(["--run", str(run_folder.parent)])
 

@@ -1,5 +1,4 @@
 import json
-from types import SimpleNamespace
 
 import pytest
 
@@ -63,9 +62,8 @@ def test_prompt_data_with_a_share_kept_back(tasks):
 
 
 def test_nothing_to_evaluate_on():
-    empty = SimpleNamespace(env="", prompt_data=None, eval_prompt_data=(), eval_tasks=5)
     with pytest.raises(ConfigError, match="nothing to evaluate on"):
-        held_out_sets(empty)
+        held_out_sets(config("--env", "search", "--no-eval-own-split"))
 
 
 def test_two_sets_of_one_name(tasks):

@@ -1,0 +1,53 @@
+"""What the configurations of `agentrl train` and `agentrl eval` have in common besides their options."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+class OptionSet:
+    """What the configurations of both commands can do."""
+
+    def replace(self, **changes: Any) -> Any:
+        """A copy with ``changes``; nothing is validated or derived again."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready copy of all options; the embedded model is written as ``"demo"``."""
+        from agentrl.config.serialize import to_dict
+
+        return to_dict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Any:
+        """Inverse of :meth:`to_dict`. Raises ConfigError on an unknown key or a value of the wrong type."""
+        from agentrl.config.serialize import from_dict
+
+        return from_dict(cls, values)
+
+    def env_spec(self) -> tuple[str, dict[str, Any]]:
+        """``(spec, kwargs)`` for :func:`agentrl.make`: the environment, or prompt data as one."""
+        if self.prompt_data is None:
+            return self.env, self.arguments_of(None)
+        spec, kwargs = self.prompt_env_spec(self.prompt_data)
+        return spec, {**kwargs, **self.arguments_of(None)}
+
+    def arguments_of(self, name: str | None) -> dict[str, Any]:
+        """What ``--env-arg NAME.KEY=VALUE`` gave the environment ``name``; None: what was given without a name."""
+        if name is None:
+            return {key: value for key, value in self.env_args.items() if "." not in key}
+        start = name + "."
+        return {key.removeprefix(start): value for key, value in self.env_args.items() if key.startswith(start)}
+
+    def prompt_env_spec(self, path: str) -> tuple[str, dict[str, Any]]:
+        """``(spec, kwargs)`` of the environment over a prompt file (--prompt-data, --eval-prompt-data)."""
+        kwargs = {
+            "path": path,
+            "input_key": self.input_key,
+            "label_key": self.label_key,
+            "metadata_key": self.metadata_key,
+            "apply_chat_template": self.apply_chat_template,
+            "reward": self.custom_rm_path or self.rm_type,
+        }
+        return "agentrl.envs.prompt:PromptEnv", kwargs
