@@ -1,34 +1,48 @@
-"""The episode loop: one environment, one conversation, one trajectory.
+"""The episode loop: one environment, and for each agent in it one conversation and one trajectory.
 
-:func:`run_episode` never raises for what an environment, a tool, a reward or an engine does: the
-trajectory's ``stop_reason`` and ``error`` say it. A defect of ours (:class:`~agentrl.errors.LedgerError`),
+:func:`play_episode` never raises for what an environment, a tool, a reward or an engine does: the
+trajectories' ``stop_reason`` and ``error`` say it. A defect of ours (:class:`~agentrl.errors.LedgerError`),
 a wrong configuration and cancellation pass through.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from agentrl.errors import ConfigError, EnvError, InfraError, LedgerError
+from agentrl.rollout.agents import SOLE_AGENT, AgentPart, Opening, shares
 from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.client import PolicyClient
 from agentrl.rollout.conversation import Conversation, EpisodeEnd, EpisodeLimits, Turn
+from agentrl.rollout.env_calls import checked_reward, contained, describe, entry_point
 from agentrl.rollout.generate_hook import GenerateContext, GenerateFunction
 from agentrl.tools.parsers import get_parser
-from agentrl.tools.threads import run_blocking
 from agentrl.types import Message, Outcome, SamplingParams, StopReason, Task, Trajectory
 
-__all__ = ["Episode", "EpisodeLimits", "run_episode"]
+__all__ = ["Episode", "EpisodeLimits", "checked_reward", "describe", "play_episode", "run_episode"]
 
-_STEP_KEYS = frozenset({"messages", "tools", "stop", "raw_prompt", "stop_reason", "rewards", "success", "tool_calls"})
+_STEP_KEYS = frozenset(
+    {"messages", "tools", "stop", "raw_prompt", "stop_reason", "rewards", "success", "tool_calls"}
+    | {"agent", "prompts", "agent_rewards"}
+)
+_FORFEITING = frozenset(
+    {StopReason.MAX_TOKENS, StopReason.MAX_CONTEXT, StopReason.MAX_TOOL_OUTPUT, StopReason.MAX_TURNS}
+)
 
 
-async def run_episode(
+async def run_episode(env: Any, task: Task, **options: Any) -> Trajectory:
+    """:func:`play_episode` for an environment of one agent, whose trajectory it gives."""
+    trajectories = await play_episode(env, task, **options)
+    if len(trajectories) != 1:
+        names = ", ".join(t.agent for t in trajectories)
+        raise ConfigError(f"{type(env).__name__} is played by several agents ({names}): use play_episode")
+    return trajectories[0]
+
+
+async def play_episode(
     env: Any,
     task: Task,
     *,
@@ -39,15 +53,18 @@ async def run_episode(
     trajectory_id: str,
     group_id: str,
     generate: GenerateFunction | None = None,
-) -> Trajectory:
-    """Play ``task`` in ``env`` to its end.
+) -> list[Trajectory]:
+    """Play ``task`` in ``env`` to its end: one trajectory, or one for each agent that acted.
 
     Args:
         env: an :class:`agentrl.Env`, or any Gymnasium environment from text to text. It is neither closed
             nor left reset; after an infra error or a timeout it should not be used again.
         task: seed and options of the reset.
         params: sampling; ``max_new_tokens`` is a further cap on each turn.
-        generate: takes the place of the loop, see :mod:`agentrl.rollout.generate_hook`.
+        trajectory_id: of the episode. The trajectories of several agents are ``<trajectory_id>:<agent>``, each
+            in the group ``<group_id>/<agent>``.
+        generate: takes the place of the loop, see :mod:`agentrl.rollout.generate_hook`. It is one agent, whatever
+            the environment.
 
     Raises:
         ConfigError: no parser for the model's call format.
@@ -65,7 +82,7 @@ async def run_episode(
         reason, error = StopReason.TOOL_ERROR, describe(problem)
     except Exception as problem:  # an environment may raise anything; it becomes data
         reason, error = StopReason.ENV_ERROR, describe(problem)
-    return episode.trajectory(group_id, reason, error, retryable)
+    return episode.trajectories(group_id, reason, error, retryable)
 
 
 class Episode:
@@ -82,12 +99,10 @@ class Episode:
         trajectory_id: str,
     ) -> None:
         self.env, self.task, self.limits = env, task, limits
+        self._client, self._chat, self._params = client, chat, params
         self._trajectory_id = trajectory_id
         self._started = time.monotonic()
-        self._env_seconds = 0.0
         self._rewards: dict[str, float] = {}
-        self._turn_rewards: list[float] = []
-        self._tool_calls: list[dict[str, Any]] = []
         self._success: bool | None = None
         self._info: dict[str, Any] = {}
         self._end: EpisodeEnd | None = None
@@ -97,29 +112,86 @@ class Episode:
             call_format = chat.call_format
             if hasattr(env, "call_format"):
                 env.call_format = call_format
-        self.conversation = Conversation(
-            client=client,
-            chat=chat,
-            parser=get_parser(call_format),
-            params=params,
-            limits=limits,
-            routing_key=trajectory_id,
-            name=task.task_id,
+        self._parser = get_parser(call_format)
+        self._acting = AgentPart(SOLE_AGENT, self._conversation(trajectory_id))
+        self._agents = {SOLE_AGENT: self._acting}
+        self._several = False
+
+    @property
+    def conversation(self) -> Conversation:
+        """That of the agent whose turn it is."""
+        return self._acting.conversation
+
+    def _conversation(self, routing_key: str) -> Conversation:
+        return self._chat.conversation(
+            client=self._client,
+            parser=self._parser,
+            params=self._params,
+            limits=self.limits,
+            routing_key=routing_key,
+            name=self.task.task_id,
         )
 
     async def play(self) -> StopReason:
         """Turns until the task, a budget or a failure ends it."""
         observation, info = await self.reset()
+        self._seat(info)
+        try:
+            self._tell(observation, info)
+            while True:
+                turn = await self.generate()
+                if turn.cut_short is not None:
+                    raise EpisodeEnd(turn.cut_short)
+                observation, _, terminated, truncated, info = await self.step(turn.text)
+                if terminated or truncated:
+                    return _stop_reason(info.get("stop_reason"), terminated)
+                self._tell(observation, info)
+        except EpisodeEnd as end:
+            if self._several and end.reason in _FORFEITING:
+                self._forfeit()
+            raise
+
+    def _seat(self, info: dict[str, Any]) -> None:
+        """Who takes part, as the reset says: one agent, or those that ``info["prompts"]`` names."""
+        self._acting.opening = Opening.of(info)
+        prompts = info.get("prompts")
+        if prompts is None:
+            return
+        self._several = True
+        waited = self._acting.env_seconds
+        self._agents = {
+            name: AgentPart(
+                name, self._conversation(f"{self._trajectory_id}:{name}"), Opening.of(prompt, prompt["messages"])
+            )
+            for name, prompt in prompts.items()
+        }
+        self._acting = self._agents[info["agent"]]
+        self._acting.opening = Opening.of(info)  # the reset's messages are the whole first prompt
+        self._acting.env_seconds = waited
+
+    def _tell(self, observation: str, info: dict[str, Any]) -> None:
+        """Say what is new to the agent whose turn it is; its first time, that opens its conversation."""
         messages = info.get("messages") or [Message(role="user", content=observation)]
-        self.prompt(messages, info.get("tools") or None, tuple(info.get("stop") or ()))
-        while True:
-            turn = await self.generate()
-            if turn.cut_short is not None:
-                return turn.cut_short
-            observation, _, terminated, truncated, info = await self.step(turn.text)
-            if terminated or truncated:
-                return _stop_reason(info.get("stop_reason"), terminated)
-            self.observe(info.get("messages") or [Message(role="user", content=observation)])
+        if self._several:
+            self._acting = self._agents[info["agent"]]
+        opening, self._acting.opening = self._acting.opening, None
+        if opening is None:
+            self.observe(messages)
+            return
+        try:
+            self.prompt([*opening.messages, *messages], opening.tools, opening.stop)
+        except EpisodeEnd as end:
+            if not any(agent.turn_rewards for agent in self._agents.values()):
+                raise
+            # It holds what other agents wrote: too much of that is a full context, not a task that cannot be.
+            self._end = EpisodeEnd(StopReason.MAX_CONTEXT, end.error)
+            raise self._end from None
+
+    def _forfeit(self) -> None:
+        """A budget of the acting agent ended the episode before the environment could: what that costs, or earns."""
+        forfeit = getattr(getattr(self.env, "unwrapped", self.env), "forfeit", None)
+        for agent, share in shares(self._agents, 0.0, forfeit(self._acting.name) if forfeit else None):
+            agent.earn(share, acted=agent.conversation.num_turns > len(agent.turn_rewards))
 
     async def play_custom(self, generate: GenerateFunction) -> StopReason:
         """A custom generate function in the place of :meth:`play`."""
@@ -127,7 +199,7 @@ class Episode:
         clock = asyncio.timeout(self.limits.timeout_s)
         try:
             async with clock:
-                returned = await _contained(generate(context))
+                returned = await contained(generate(context))
         except TimeoutError:
             if clock.expired():
                 raise EpisodeEnd(StopReason.TIMEOUT) from None
@@ -139,7 +211,7 @@ class Episode:
             raise EnvError("the custom generate function returned without sampling; call ctx.generate()")
         reward = returned if returned is not None else context.reward
         if reward is not None:
-            self._turn_rewards = [checked_reward(reward)]
+            self._acting.turn_rewards = [checked_reward(reward)]
         self._keep({"rewards": context.rewards, "success": context.success})
         return last.cut_short or StopReason.DONE
 
@@ -164,12 +236,19 @@ class Episode:
 
     async def generate(self) -> Turn:
         """Sample one turn, within the budgets of turns and wall time."""
+        clock = asyncio.timeout(max(self._time_left(), 0.0))
         try:
             self._check_budgets()
-            return await self.conversation.generate()
+            async with clock:
+                return await self.conversation.generate()
         except EpisodeEnd as end:
             self._end = end
             raise
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            self._end = EpisodeEnd(StopReason.TIMEOUT)
+            raise self._end from None
 
     def observe(self, messages: Sequence[Message]) -> None:
         """Append an observation, if another turn may follow it."""
@@ -184,8 +263,11 @@ class Episode:
         limit = self.limits.max_turns
         if limit is not None and self.conversation.num_turns >= limit:
             raise EpisodeEnd(StopReason.MAX_TURNS)
-        if time.monotonic() - self._started >= self.limits.timeout_s:
+        if self._time_left() <= 0:
             raise EpisodeEnd(StopReason.TIMEOUT)
+
+    def _time_left(self) -> float:
+        return self._started + self.limits.timeout_s - time.monotonic()
 
     async def reset(self) -> tuple[str, dict[str, Any]]:
         """Reset the environment to the task."""
@@ -201,43 +283,56 @@ class Episode:
 
     async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Step the environment and keep what it said."""
-        before = self._env_seconds
+        before = self._acting.env_seconds
         observation, reward, terminated, truncated, info = await self._call("step", action)
         if self.conversation.turns:
-            self.conversation.turns[-1]["env_seconds"] = self._env_seconds - before
+            self.conversation.turns[-1]["env_seconds"] = self._acting.env_seconds - before
         reward = checked_reward(reward)
-        self._turn_rewards.append(reward)
+        given = info.get("agent_rewards") if self._several else None
+        for agent, share in shares(self._agents, reward, given):
+            agent.earn(share, acted=agent is self._acting)
         self._keep(info)
         return observation, reward, terminated, truncated, info
 
-    def trajectory(self, group_id: str, reason: StopReason, error: str | None, retryable: bool) -> Trajectory:
-        """The finished record."""
-        conversation = self.conversation
+    def trajectories(self, group_id: str, reason: StopReason, error: str | None, retryable: bool) -> list[Trajectory]:
+        """The finished record of each agent that acted; that of the one at hand when none did."""
+        acted = [agent for agent in self._agents.values() if agent.conversation.num_turns]
+        return [self._trajectory(agent, group_id, reason, error, retryable) for agent in acted or [self._acting]]
+
+    def _trajectory(
+        self, agent: AgentPart, group_id: str, reason: StopReason, error: str | None, retryable: bool
+    ) -> Trajectory:
+        conversation = agent.conversation
         success = self._success
         if success is None and reason.outcome in (Outcome.TRUNCATED, Outcome.POLICY_ERROR):
             success = False
         info = {**self._info, "turns": conversation.turns}
         if reason.outcome is Outcome.INFRA_ERROR:
             info["retryable"] = retryable
+        trajectory_id = self._trajectory_id
+        if self._several:
+            info["episode_id"] = trajectory_id
+            trajectory_id, group_id = f"{trajectory_id}:{agent.name}", f"{group_id}/{agent.name}"
         return Trajectory(
-            trajectory_id=self._trajectory_id,
+            trajectory_id=trajectory_id,
             group_id=group_id,
             task=self.task,
             segments=conversation.segments(),
             messages=conversation.messages,
-            reward=math.fsum(self._turn_rewards),
+            reward=agent.reward,
             rewards=self._rewards,
-            turn_rewards=self._turn_rewards,
+            turn_rewards=agent.turn_rewards,
             success=success,
             stop_reason=reason,
             error=error,
             num_turns=conversation.num_turns,
-            tool_calls=self._tool_calls,
+            tool_calls=agent.tool_calls,
+            agent=agent.name,
             info=info,
             timings={
                 "total": time.monotonic() - self._started,
                 "engine": conversation.engine_seconds,
-                "env": self._env_seconds,
+                "env": agent.env_seconds,
                 "encode": conversation.encode_seconds,
             },
         )
@@ -245,7 +340,7 @@ class Episode:
     def _keep(self, info: dict[str, Any]) -> None:
         """What a reset or step said about rewards, calls and success."""
         turn = self.conversation.num_turns
-        self._tool_calls += [{"turn": turn, **call} for call in info.get("tool_calls") or ()]
+        self._acting.tool_calls += [{"turn": turn, **call} for call in info.get("tool_calls") or ()]
         for name, value in (info.get("rewards") or {}).items():
             self._rewards[name] = self._rewards.get(name, 0.0) + checked_reward(value, f"reward {name!r}")
         if info.get("success") is not None:
@@ -258,12 +353,12 @@ class Episode:
         Raises:
             EpisodeEnd: TIMEOUT when the episode's time ran out in a step, ENV_ERROR when the call itself hangs.
         """
-        left = self._started + self.limits.timeout_s - time.monotonic()
+        left = self._time_left()
         seconds = min(self.limits.step_timeout_s, left)
         started = time.monotonic()
         try:
             async with asyncio.timeout(max(seconds, 0.001)) as clock:
-                return await _contained(_entry_point(self.env, name)(*args, **kwargs))
+                return await contained(entry_point(self.env, name)(*args, **kwargs))
         except TimeoutError:
             if not clock.expired():
                 raise  # the environment's own
@@ -274,57 +369,7 @@ class Episode:
                 self._end = EpisodeEnd(StopReason.ENV_ERROR, text)
             raise self._end from None
         finally:
-            self._env_seconds += time.monotonic() - started
-
-
-def checked_reward(value: Any, what: str = "reward") -> float:
-    """``value`` as a float.
-
-    Raises:
-        ValueError: it is not a finite number.
-    """
-    if not isinstance(value, str | bytes) and value is not None:
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if math.isfinite(number):
-            return number
-    raise ValueError(f"{what} is {value!r} ({type(value).__name__}); a finite number is expected")
-
-
-def describe(error: BaseException, frames: int = 3) -> str:
-    """``Type: text (file:line in function < ...)``, innermost frame first, file names without folders."""
-    text = f"{type(error).__name__}: {error}"
-    stack = traceback.extract_tb(error.__traceback__)[-frames:]
-    if not stack:
-        return text
-    where = " < ".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno} in {f.name}" for f in reversed(stack))
-    return f"{text} ({where})"
-
-
-def _entry_point(env: Any, name: str) -> Callable[..., Awaitable[Any]]:
-    coroutine_function = getattr(env, f"a{name}", None)
-    if coroutine_function is not None:
-        return coroutine_function
-
-    def in_thread(*args: Any, **kwargs: Any) -> Awaitable[Any]:
-        return run_blocking(getattr(env, name), *args, **kwargs)
-
-    return in_thread
-
-
-async def _contained(call: Awaitable[Any]) -> Any:
-    """``call``, with the two ways in which user code could take the whole loop down made ordinary."""
-    try:
-        return await call
-    except SystemExit as error:
-        raise RuntimeError(f"the environment called sys.exit({error.code!r})") from error
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        raise RuntimeError("the environment cancelled its own work") from None
+            self._acting.env_seconds += time.monotonic() - started
 
 
 def _stop_reason(given: Any, terminated: bool) -> StopReason:

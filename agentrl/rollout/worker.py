@@ -17,7 +17,7 @@ from agentrl.errors import ConfigError
 from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.client import PolicyClient
 from agentrl.rollout.conversation import EpisodeLimits
-from agentrl.rollout.episode import describe, run_episode
+from agentrl.rollout.episode import describe, play_episode
 from agentrl.rollout.generate_hook import GenerateFunction, load_generate_function
 from agentrl.rollout.sampling import checked
 from agentrl.tools.threads import run_blocking
@@ -86,8 +86,8 @@ class EpisodeRunner:
     ) -> Group:
         """``n`` episodes of ``task``, in the order of their ids ``{group_id}-{i:03d}``.
 
-        Trajectories that still are infra errors after the retries are in the group, with their outcome:
-        the caller drops them.
+        An episode gives one trajectory, or one for each of its agents. Those that still are infra errors after
+        the retries are in the group, with their outcome: the caller drops them.
 
         Args:
             on_trajectory: called with each trajectory as it ends, in any order.
@@ -99,19 +99,20 @@ class EpisodeRunner:
             raise ConfigError("the runner is closed; make a new one")
         self._lag.start()
 
-        async def one(index: int) -> Trajectory:
+        async def one(index: int) -> list[Trajectory]:
             async with self._slots:
-                trajectory = await self._play(task, f"{group_id}-{index:03d}", group_id)
+                trajectories = await self._play(task, f"{group_id}-{index:03d}", group_id)
             if on_trajectory is not None:
-                on_trajectory(trajectory)
-            return trajectory
+                for trajectory in trajectories:
+                    on_trajectory(trajectory)
+            return trajectories
 
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(one(i)) for i in range(n)]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return Group(group_id, task, [t.result() for t in running])
+        return Group(group_id, task, [trajectory for t in running for trajectory in t.result()])
 
     async def close(self) -> None:
         """Close the idle environments. Call it when no group is running."""
@@ -124,48 +125,50 @@ class EpisodeRunner:
         """The counters and the event loop's lag (seconds), as one flat dict."""
         return {**asdict(self.counters), **self._lag.metrics()}
 
-    async def _play(self, task: Task, trajectory_id: str, group_id: str) -> Trajectory:
+    async def _play(self, task: Task, episode_id: str, group_id: str) -> list[Trajectory]:
         """One episode, with its retries."""
         for attempt in range(self._max_retries + 1):
             if attempt:
                 self.counters.retries += 1
                 await asyncio.sleep(0.2 * 2**attempt * random.uniform(0.5, 1.0))
-            trajectory = await self._attempt(task, trajectory_id, group_id)
-            trajectory.info["attempt"] = attempt
-            self.counters.engine_seconds += trajectory.timings["engine"]
-            self.counters.env_seconds += trajectory.timings["env"]
-            self.counters.encode_seconds += trajectory.timings["encode"]
-            if trajectory.outcome is not Outcome.INFRA_ERROR or not trajectory.info["retryable"]:
+            trajectories = await self._attempt(task, episode_id, group_id)
+            for trajectory in trajectories:
+                trajectory.info["attempt"] = attempt
+                self.counters.engine_seconds += trajectory.timings["engine"]
+                self.counters.env_seconds += trajectory.timings["env"]
+                self.counters.encode_seconds += trajectory.timings["encode"]
+            first = trajectories[0]  # the agents of an episode end for one reason
+            if first.outcome is not Outcome.INFRA_ERROR or not first.info["retryable"]:
                 break
-            log.info("episode %s, attempt %d: %s", trajectory_id, attempt, trajectory.error)
+            log.info("episode %s, attempt %d: %s", episode_id, attempt, first.error)
         self.counters.episodes += 1
-        self.counters.infra_errors += trajectory.outcome is Outcome.INFRA_ERROR
-        return trajectory
+        self.counters.infra_errors += first.outcome is Outcome.INFRA_ERROR
+        return trajectories
 
-    async def _attempt(self, task: Task, trajectory_id: str, group_id: str) -> Trajectory:
+    async def _attempt(self, task: Task, episode_id: str, group_id: str) -> list[Trajectory]:
         try:
             env = self._idle.pop() if self._idle else await self._new_env()
         except ConfigError:
             raise
         except Exception as error:  # a constructor is user code too
-            return _unstarted(task, trajectory_id, group_id, f"the environment could not be made: {describe(error)}")
+            return [_unstarted(task, episode_id, group_id, f"the environment could not be made: {describe(error)}")]
         reusable = False
         try:
-            trajectory = await run_episode(
+            trajectories = await play_episode(
                 env,
                 task,
                 client=self._client,
                 chat=self._chat,
                 params=self._params,
                 limits=self._limits,
-                trajectory_id=trajectory_id,
+                trajectory_id=episode_id,
                 group_id=group_id,
                 generate=self._generate,
             )
             # A step that did not return may still be running in the environment.
             broken = (StopReason.ENV_ERROR, StopReason.TOOL_ERROR, StopReason.TIMEOUT)
-            reusable = trajectory.stop_reason not in broken and not self._closed
-            return trajectory
+            reusable = trajectories[0].stop_reason not in broken and not self._closed
+            return trajectories
         finally:
             if reusable:
                 self._idle.append(env)

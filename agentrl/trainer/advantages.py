@@ -36,13 +36,15 @@ def grpo(groups: Iterable[Group], *, normalize_std: bool = True, eps: float = GR
 
     Defined edge cases:
 
+    - where several agents play (``MultiAgentEnv``), each is compared with itself: the trajectories of an agent
+      carry a group id of their own, ``<group>/<agent>``;
     - infrastructure errors and trajectories without a sampled token get no advantage and enter
       no mean;
     - all rewards of a group equal: advantages are exactly 0, the members stay in the batch;
     - fewer than two trainable members: no baseline exists, so the group gets no advantages.
 
     Args:
-        groups: finished groups. Several ``Group`` objects with one ``group_id`` count as one group.
+        groups: finished groups. What is compared is trajectories of one ``group_id``, in whatever ``Group``s.
         normalize_std: divide by the standard deviation of the group.
         eps: added to the standard deviation.
 

@@ -32,10 +32,18 @@ class TrainSample:
     trajectory_id: str
     group_id: str
     segment: int = 0
+    episode_id: str = ""  # where agents share an episode; else the trajectory's
 
     @classmethod
     def from_segment(
-        cls, segment: Segment, advantage: float, *, trajectory_id: str, group_id: str, index: int = 0
+        cls,
+        segment: Segment,
+        advantage: float,
+        *,
+        trajectory_id: str,
+        group_id: str,
+        index: int = 0,
+        episode_id: str = "",
     ) -> TrainSample:
         """A sample whose sampled tokens all get ``advantage``."""
         mask = np.asarray(segment.loss_mask, dtype=np.uint8)
@@ -48,6 +56,7 @@ class TrainSample:
             trajectory_id=trajectory_id,
             group_id=group_id,
             segment=index,
+            episode_id=episode_id,
         )
 
 
@@ -94,6 +103,7 @@ class MicroBatch:
 class TrainBatch:
     """Samples of one rollout, concatenated. Token arrays have length ``num_tokens``.
 
+    ``episode_ids`` say what stays in one optimizer step: the trajectories of an episode's agents share one.
     ``old_logprobs`` (default: the rollout's) and ``ref_logprobs`` are filled in by the trainer.
     """
 
@@ -105,6 +115,7 @@ class TrainBatch:
     lengths: np.ndarray
     trajectory_ids: tuple[str, ...]
     group_ids: tuple[str, ...]
+    episode_ids: tuple[str, ...]
     segments: tuple[int, ...]
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
@@ -154,6 +165,7 @@ class TrainBatch:
             lengths=np.array([len(s.tokens) for s in samples], dtype=np.int32),
             trajectory_ids=tuple(s.trajectory_id for s in samples),
             group_ids=tuple(s.group_id for s in samples),
+            episode_ids=tuple(s.episode_id or s.trajectory_id for s in samples),
             segments=tuple(s.segment for s in samples),
         )
 
@@ -172,6 +184,7 @@ class TrainBatch:
                 trajectory_id=trajectory.trajectory_id,
                 group_id=trajectory.group_id,
                 index=index,
+                episode_id=trajectory.episode_id,
             )
             for group in groups
             for trajectory in group.trajectories
@@ -194,6 +207,10 @@ class TrainBatch:
     @property
     def num_trajectories(self) -> int:
         return len(set(self.trajectory_ids))
+
+    @property
+    def num_episodes(self) -> int:
+        return len(set(self.episode_ids))
 
     def sampled_in(self, samples: Sequence[int]) -> int:
         """Number of sampled tokens in these samples."""

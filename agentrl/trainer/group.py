@@ -95,10 +95,10 @@ class RolloutGroup:
         """Start engines and router, open data and environment."""
         await within("starting the engines", self.deadline, self.manager.start.remote())
 
-    async def generate(self, step: int, *, progress: Progress) -> Generated:
-        """Play one batch of groups."""
+    async def generate(self, step: int, *, progress: Progress) -> Generated | None:
+        """Play one batch of groups; None when there are no more tasks."""
         result = await self._watched("the rollout", self.manager.generate.remote(step), progress)
-        return Generated(*result)
+        return None if result is None else Generated(*result)
 
     async def evaluate(self, step: int, *, progress: Progress) -> dict[str, Any]:
         """Play the held-out sets; summaries by name. The episodes are in the trajectory store."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from agentrl.progress import Progress
 
 if TYPE_CHECKING:
@@ -38,6 +40,12 @@ async def training_loop(
         began = time.monotonic()
         progress.stage("rollout")
         generated = await rollout.generate(step, progress=progress)
+        if generated is None:
+            progress.log(Text(f"no more tasks in the data source: done after {step} of {cfg.num_rollout} rollouts"))
+            await end_early(
+                cfg, step, trainer=trainer, rollout=rollout, checkpoints=checkpoints, run=run, progress=progress
+            )
+            return
 
         progress.stage("training")
         trained = await trainer.train(generated.batch)
@@ -54,6 +62,25 @@ async def training_loop(
         synced = await rollout.update_weights(trainer, version)
         if due(version, cfg.eval_interval, cfg.num_rollout):
             await evaluate(rollout, version, run=run, progress=progress)
+
+
+async def end_early(
+    cfg: Config,
+    version: int,
+    *,
+    trainer: TrainerGroup,
+    rollout: RolloutGroup,
+    checkpoints: CheckpointStore,
+    run: RunDir,
+    progress: Progress,
+) -> None:
+    """What the last rollout would have brought: an evaluation and a checkpoint, where they are not there yet."""
+    if cfg.eval_interval and version not in {evaluation["step"] for evaluation in run.evaluations()}:
+        await evaluate(rollout, version, run=run, progress=progress)
+    if cfg.save_interval and version and version != checkpoints.newest_step():
+        progress.stage("saving a checkpoint")
+        await rollout.hold()  # the trainer's ranks are about to work together
+        await checkpoints.save(version, trainer=trainer, rollout=rollout)
 
 
 def due(version: int, interval: int, total: int) -> bool:

@@ -27,10 +27,13 @@ from agentrl.rollout.setup import engine_spec, episode_limits, eval_params, has_
 from agentrl.rollout.worker import EpisodeRunner
 from agentrl.trainer.advantages import grpo
 from agentrl.trainer.batch import TrainBatch
-from agentrl.trainer.rollout_metrics import rollout_metrics
-from agentrl.types import Outcome, Trajectory
+from agentrl.trainer.rollout_metrics import by_episode, rollout_metrics
+from agentrl.types import Group, Outcome, Trajectory
 
 log = logging.getLogger(__name__)
+
+IMPOSSIBLE_ROLLOUTS = 3
+"""Rollouts in a row of which no task can ever be played that end a run."""
 
 
 class RolloutManager:
@@ -51,7 +54,7 @@ class RolloutManager:
         write_log_to(self.run_dir / "logs" / "rollout-manager.log", cfg.log_level)
         self.store = TrajectoryStore(self.run_dir / "trajectories")
         self.version = -1
-        self._counted = {"done": 0, "total": 0, "tokens": 0}
+        self._count(0)
         self._fresh: deque[Trajectory] = deque(maxlen=1)
         self._want_example = True
         self._last_groups: list[str] = []
@@ -110,44 +113,30 @@ class RolloutManager:
 
     # -- rollouts -------------------------------------------------------------------------------------
 
-    async def generate(self, step: int) -> tuple[dict[str, float], list[Any]]:
+    async def generate(self, step: int) -> tuple[dict[str, float], list[Any]] | None:
         """Play one batch of groups.
 
         Returns:
             Metrics, and a list with the reference of the :class:`TrainBatch` in Ray's store (in a list, so
-            that Ray passes the reference on and not the batch).
+            that Ray passes the reference on and not the batch). None when the data source has no more tasks.
 
         Raises:
             AgentRLError: no episode of the batch can be trained on; the text carries the last error.
         """
-        cfg, began = self.cfg, time.monotonic()
-        draws = self.buffer.get_samples(cfg.rollout_batch_size)
-        if not draws:
-            raise AgentRLError("the data source has no more tasks; lower --num-rollout or give more data")
-        before = self.client.metrics()
-        self._count(len(draws) * cfg.n_samples_per_prompt)
-        groups = await self._unless_broken(
-            asyncio.gather(
-                *(
-                    self.runner.run_group(
-                        draw.task, cfg.n_samples_per_prompt, draw.group_id, on_trajectory=self._on_episode
-                    )
-                    for draw in draws
-                )
-            )
-        )
+        began, before = time.monotonic(), self.client.metrics()
+        groups, impossible = await self._play(step)
+        if not groups:
+            return None
         seconds = time.monotonic() - began
-        self.buffer.add_samples(groups)
-        taken = self.buffer.take(len(groups))
-        advantages = grpo(taken, normalize_std=cfg.grpo_std_normalization)
-        compared = {t.group_id for group in taken for t in group.trajectories if t.trajectory_id in advantages}
-        self._last_groups = [group.group_id for group in taken if group.group_id in compared]
-        self._last_dropped = [group.group_id for group in taken if group.group_id not in compared]
-        episodes = [t for group in taken for t in group.trajectories]
+        advantages = grpo(groups, normalize_std=self.cfg.grpo_std_normalization)
+        compared = {g.group_id for g in groups if any(t.trajectory_id in advantages for t in g.trajectories)}
+        self._last_groups = [group.group_id for group in groups if group.group_id in compared]
+        self._last_dropped = [group.group_id for group in groups if group.group_id not in compared]
+        episodes = [t for group in [*impossible, *groups] for t in group.trajectories]
         await asyncio.to_thread(self.store.write, step, episodes, advantages=advantages)
-        self._refuse_if_hopeless(episodes, advantages)
-        batch = TrainBatch.from_groups(taken, advantages)
-        metrics = rollout_metrics(taken, advantages, seconds, self.version)
+        self._refuse_if_hopeless(groups, advantages)
+        batch = TrainBatch.from_groups(groups, advantages)
+        metrics = rollout_metrics([*impossible, *groups], advantages, seconds, self.version)
         after = self.client.metrics()
         metrics |= {f"engine/{k}": after[k] - before[k] for k in ("retries", "continuations", "failures")}
         prompt = after["prompt_tokens"] - before["prompt_tokens"]
@@ -158,6 +147,45 @@ class RolloutManager:
         import ray
 
         return metrics, [ray.put(batch)]
+
+    async def _play(self, step: int) -> tuple[list[Group], list[Group]]:
+        """The next groups of the account, and those before them that can never be played.
+
+        A task whose first prompt does not fit is dropped, or a run that meets it could not get past it.
+
+        Raises:
+            EnvError: so many rollouts in a row held nothing else.
+        """
+        cfg, impossible = self.cfg, []
+        for _ in range(IMPOSSIBLE_ROLLOUTS):
+            draws = self.buffer.get_samples(cfg.rollout_batch_size)
+            if not draws:
+                break
+            self._count(len(draws) * cfg.n_samples_per_prompt)
+            playing = (
+                self.runner.run_group(d.task, cfg.n_samples_per_prompt, d.group_id, on_trajectory=self._on_episode)
+                for d in draws
+            )
+            groups = await self._unless_broken(asyncio.gather(*playing))
+            never = [group for group in groups if not any(map(_may_be_played, group.trajectories))]
+            for group in never:
+                log.warning("task %s is dropped: %s", group.task.task_id, group.trajectories[0].error)
+            dropped = {group.group_id for group in never}
+            self.buffer.drop(dropped)
+            impossible += never
+            played = [group for group in groups if group.group_id not in dropped]
+            self.buffer.add_samples(played)
+            if played:
+                return self.buffer.take(len(played)), impossible
+        if impossible:
+            await asyncio.to_thread(self.store.write, step, [t for group in impossible for t in group.trajectories])
+        if not draws:
+            return [], impossible
+        last = impossible[-1].trajectories[0]
+        raise EnvError(
+            f"none of the {len(impossible)} tasks of {IMPOSSIBLE_ROLLOUTS} rollouts in a row can be played; the last: "
+            f"{last.error}"
+        )
 
     async def _unless_broken(self, episodes: asyncio.Future[Any]) -> Any:
         """The result of playing episodes, unless no engine is left: then they would wait out every deadline."""
@@ -170,10 +198,11 @@ class RolloutManager:
             episodes.cancel()
         return await episodes
 
-    def _refuse_if_hopeless(self, episodes: list[Trajectory], advantages: dict[str, float]) -> None:
-        failed = [t for t in episodes if t.outcome is Outcome.INFRA_ERROR]
+    def _refuse_if_hopeless(self, groups: list[Group], advantages: dict[str, float]) -> None:
+        episodes = by_episode(t for group in groups for t in group.trajectories)
+        failed = [e[0] for e in episodes if e[0].outcome is Outcome.INFRA_ERROR]
         for trajectory in failed[:3]:
-            log.warning("episode %s: %s: %s", trajectory.trajectory_id, trajectory.stop_reason, trajectory.error)
+            log.warning("episode %s: %s: %s", trajectory.episode_id, trajectory.stop_reason, trajectory.error)
         if 2 * len(failed) > len(episodes):
             raise EnvError(
                 f"{len(failed)} of {len(episodes)} episodes of this rollout failed for reasons that are not the "
@@ -189,9 +218,11 @@ class RolloutManager:
 
     def _count(self, total: int) -> None:
         self._counted = {"done": 0, "total": total, "tokens": 0}
+        self._ended: set[str] = set()
 
     def _on_episode(self, trajectory: Trajectory) -> None:
-        self._counted["done"] += 1
+        self._ended.add(trajectory.episode_id)  # its agents come one by one
+        self._counted["done"] = len(self._ended)
         self._counted["tokens"] += trajectory.num_sampled
         if self._want_example and trajectory.outcome is not Outcome.INFRA_ERROR:
             self._want_example = False
@@ -292,3 +323,7 @@ class RolloutManager:
                 await part.close()
         if hasattr(self, "pool"):
             await self.pool.stop()
+
+
+def _may_be_played(trajectory: Trajectory) -> bool:
+    return trajectory.outcome is not Outcome.INFRA_ERROR or trajectory.info.get("retryable", True)

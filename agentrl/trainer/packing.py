@@ -3,7 +3,7 @@
 Invariants, whatever the lengths (`tests/trainer/test_packing.py` proves them by property tests):
 
 - every sample is scheduled exactly once;
-- all samples of one key (a trajectory, possibly in several segments) fall in one step;
+- all samples of one key (an episode, possibly in several segments or by several agents) fall in one step;
 - in a step, every data-parallel rank has the same number of micro-batches, as collectives require;
 - a micro-batch holds at most ``max_tokens`` tokens, save one whose only sample is longer;
 - the outcome is a function of the arguments, so that every rank can compute it alone.
@@ -54,7 +54,7 @@ def schedule(
         micro_batch_size: most samples in a micro-batch; used when ``max_tokens`` is None.
         num_steps: optimizer steps. Keys are dealt to them in the order they come, as evenly as
             whole keys allow.
-        keys: what must not be split over steps (trajectory ids); default: each sample its own.
+        keys: what must not be split over steps (episode ids); default: each sample its own.
 
     Returns:
         ``num_steps`` steps. Micro-batches can be empty when a step has fewer samples than ranks:
@@ -93,8 +93,8 @@ def _check(
         raise ConfigError(f"schedule: the micro-batch limit must be at least 1 ({given})")
     if len(set(keys)) < num_steps:
         raise ConfigError(
-            f"schedule: {len(set(keys))} trajectories cannot fill {num_steps} optimizer steps; lower "
-            "--num-steps-per-rollout or see why so few trajectories are trainable"
+            f"schedule: {len(set(keys))} episodes cannot fill {num_steps} optimizer steps; lower "
+            "--num-steps-per-rollout or see why so few episodes are trainable"
         )
 
 

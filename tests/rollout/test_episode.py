@@ -116,6 +116,13 @@ def test_wall_time_between_turns(run, chat):
     assert trajectory.stop_reason is StopReason.TIMEOUT and trajectory.outcome is Outcome.TRUNCATED
 
 
+def test_wall_time_inside_a_request(run, chat):
+    client = ScriptedClient([CALL], chat, latency=30)
+    trajectory = play(run, LookUp(), chat, client=client, timeout_s=0.3)
+    assert trajectory.stop_reason is StopReason.TIMEOUT and trajectory.error is None
+    assert trajectory.timings["total"] < 10 and client.requests == []
+
+
 def test_wall_time_inside_a_step(run, chat):
     async def slow(action):
         await asyncio.sleep(30)

@@ -14,7 +14,7 @@ import pytest
 from agentrl.config import load_config
 from agentrl.data.buffer import DataBuffer
 from agentrl.data.tasks import TaskSource
-from agentrl.errors import DataError, EngineError
+from agentrl.errors import DataError, EngineError, EnvError
 from agentrl.trainer import manager as module
 from agentrl.trainer.manager import RolloutManager
 from agentrl.types import Group, Segment, StopReason, Task, Trajectory
@@ -63,6 +63,101 @@ async def test_a_task_of_which_nothing_was_trained_is_dropped_and_not_called_tra
     await manager.mark_trained()
     counts = manager.buffer.counts
     assert (counts["issued"], counts["trained"], counts["dropped"], counts["in_flight"]) == (3, 2, 1, 0)
+
+
+async def test_episodes_of_several_agents_count_by_episode_and_group(manager: RolloutManager) -> None:
+    async def run_group(task: Task, n: int, group_id: str, *, on_trajectory: Any) -> Group:
+        parts = []
+        for index in range(n):
+            for agent in ("giver", "taker"):
+                part = episode(f"{group_id}/{agent}", index, task)
+                part.info["episode_id"] = f"{group_id}-{index}"
+                on_trajectory(part)
+                parts.append(part)
+        return Group(group_id, task, parts)
+
+    manager.runner = SimpleNamespace(run_group=run_group)
+    metrics, (batch,) = await manager.generate(0)
+    counted, _ = await manager.peek()
+    assert (counted["done"], counted["total"]) == (6, 6)
+    assert (batch.num_episodes, batch.num_trajectories) == (6, 12)
+    await manager.mark_trained()
+    assert manager.buffer.counts["trained"] == 3 and manager.buffer.counts["in_flight"] == 0
+    assert metrics["data/issued"] == 3
+
+
+class Finite:
+    """A data source that ends."""
+
+    def __init__(self, size: int) -> None:
+        self.left = [Task(f"t/{i}", i) for i in range(size)]
+
+    def get_samples(self, num_samples: int) -> list[Task]:
+        taken, self.left = self.left[:num_samples], self.left[num_samples:]
+        return taken
+
+    def add_samples(self, samples: list[Group]) -> None: ...
+
+
+def playing(*impossible: str, reason: StopReason = StopReason.DONE) -> SimpleNamespace:
+    """A runner that plays any task but the impossible ones."""
+
+    async def run_group(task: Task, n: int, group_id: str, *, on_trajectory: Any) -> Group:
+        never = task.task_id in impossible or "all" in impossible
+        parts = [episode(group_id, i, task, StopReason.ENV_ERROR if never else reason) for i in range(n)]
+        for part in parts:
+            part.info["retryable"] = not never
+            part.error = f"task {task.task_id}: the first prompt has 9000 tokens" if never else None
+        return Group(group_id, task, parts)
+
+    return SimpleNamespace(run_group=run_group)
+
+
+async def test_a_source_that_ends_is_no_error_and_its_last_tasks_are_trained(manager: RolloutManager) -> None:
+    manager.buffer, manager.runner = DataBuffer(Finite(4)), playing()
+    sizes = []
+    for step in range(2):
+        _, (batch,) = await manager.generate(step)
+        sizes.append(batch.num_episodes)
+        await manager.mark_trained()
+    assert sizes == [6, 2]
+    assert await manager.generate(2) is None
+    assert manager.buffer.counts["trained"] == 4
+
+
+async def test_tasks_that_can_never_be_played_are_dropped_and_the_run_goes_on(manager: RolloutManager) -> None:
+    manager.buffer, manager.runner = DataBuffer(Finite(9)), playing("t/0", "t/1", "t/2", "t/4")
+    metrics, (batch,) = await manager.generate(0)  # the whole first batch, and one of the next
+    assert set(batch.group_ids) == {"g00000003", "g00000005"}
+    assert metrics["rollout/errors"] == 8 and metrics["data/dropped"] == 4
+    await manager.mark_trained()
+    state = manager.buffer.state_dict()
+    assert (state["issued"], state["trained"], state["dropped"], state["open"]) == (6, 2, 4, [])
+    stored = list(manager.store.read("train", step=0))
+    assert len(stored) == 12 and {t.task.task_id for t in stored} == {f"t/{i}" for i in range(6)}
+
+
+async def test_a_single_impossible_task_does_not_stop_a_run_of_one_task_a_rollout(manager: RolloutManager) -> None:
+    manager.cfg = manager.cfg.replace(rollout_batch_size=1)
+    manager.buffer, manager.runner = DataBuffer(Finite(3)), playing("t/0")
+    _, (batch,) = await manager.generate(0)
+    assert set(batch.group_ids) == {"g00000001"}
+
+
+async def test_nothing_but_impossible_tasks_ends_the_run(manager: RolloutManager) -> None:
+    manager.buffer, manager.runner = DataBuffer(Finite(99)), playing("all")
+    with pytest.raises(EnvError, match=r"none of the 9 tasks of 3 rollouts in a row .* 9000 tokens"):
+        await manager.generate(0)
+    assert manager.buffer.counts["issued"] == 9
+    manager.buffer = DataBuffer(Finite(2))
+    assert await manager.generate(0) is None  # none left to try
+
+
+async def test_failures_that_may_pass_still_end_a_run(manager: RolloutManager) -> None:
+    manager.runner = playing(reason=StopReason.ENGINE_ERROR)
+    with pytest.raises(EnvError, match="6 of 6 episodes"):
+        await manager.generate(0)
+    assert manager.buffer.counts["dropped"] == 0
 
 
 async def test_a_rollout_ends_at_once_when_no_engine_can_be_had(manager: RolloutManager) -> None:

@@ -143,21 +143,21 @@ class MegatronTrainer:
 
         Args:
             batch: all samples of the rollout; every rank gets the whole of it and takes its part.
-            num_steps: optimizer steps; trajectories are dealt to them in order, never split. Fewer are made
-                where fewer trajectories are left of the rollout.
+            num_steps: optimizer steps; episodes are dealt to them in order, never split. Fewer are made
+                where fewer episodes are left of the rollout.
 
         Returns:
             Metrics, means over the steps (counts are sums, ``lr`` is the last). The same on all ranks.
         """
         started = time.perf_counter()
-        num_steps = min(num_steps, max(batch.num_trajectories, 1))
+        num_steps = min(num_steps, max(batch.num_episodes, 1))
         if self.loss_options.kl_loss_coef and batch.ref_logprobs is None:
             batch = batch.with_logprobs(ref_logprobs=self.log_probs(batch, "ref"))
         current_is_old = self.options.recompute_old_logprobs and num_steps == 1
         if self.options.recompute_old_logprobs and not current_is_old:
             batch = batch.with_logprobs(old_logprobs=self.log_probs(batch, "actor"))
         prepared = time.perf_counter()
-        steps = self._schedule(batch, num_steps, batch.trajectory_ids)
+        steps = self._schedule(batch, num_steps, batch.episode_ids)
         reports = [self._train_step(batch, step, current_is_old) for step in steps]
         seconds = time.perf_counter() - prepared
         metrics = {name: float(np.mean([r[name] for r in reports])) for name in reports[0]}

@@ -1,0 +1,75 @@
+"""One agent's part of an episode. An ordinary episode has one; one of a ``MultiAgentEnv`` several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.errors import EnvError
+from agentrl.rollout.conversation import Conversation
+from agentrl.rollout.env_calls import checked_reward
+from agentrl.types import Message
+
+SOLE_AGENT = "agent"
+"""Name of the only agent of an ordinary episode."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How a conversation opens; ``messages`` stand before what is said to the agent first."""
+
+    messages: Sequence[Message] = ()
+    tools: list[dict[str, Any]] | None = None
+    stop: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any], messages: Sequence[Message] = ()) -> Opening:
+        return cls(messages, info.get("tools") or None, tuple(info.get("stop") or ()))
+
+
+@dataclass
+class AgentPart:
+    """An agent's conversation, what it did and what it earned."""
+
+    name: str
+    conversation: Conversation
+    opening: Opening | None = None  # until the conversation is open
+    turn_rewards: list[float] = field(default_factory=list)  # one entry a turn of this agent
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    env_seconds: float = 0.0
+    _early: float = 0.0  # earned before the first turn
+
+    @property
+    def reward(self) -> float:
+        """All that it earned."""
+        return math.fsum((*self.turn_rewards, self._early))
+
+    def earn(self, reward: float, *, acted: bool) -> None:
+        """Add to the agent's last turn; ``acted``: the step was its own, so that turn is a new one.
+
+        What it earns while others act belongs to the turn it took before that, or to its first one.
+        """
+        if acted:
+            self.turn_rewards.append(reward + self._early)
+            self._early = 0.0
+        elif self.turn_rewards:
+            self.turn_rewards[-1] += reward
+        else:
+            self._early += reward
+
+
+def shares(agents: Mapping[str, AgentPart], reward: float, given: Any) -> list[tuple[AgentPart, float]]:
+    """What each agent gets of a step: its part of ``info["agent_rewards"]``; without that, the step's reward each.
+
+    Raises:
+        EnvError: rewards for agents that take no part.
+        ValueError: one is not a finite number.
+    """
+    if given is None:
+        return [(agent, reward) for agent in agents.values()]
+    unknown = sorted(set(given) - set(agents))
+    if unknown:
+        raise EnvError(f"agent_rewards names {unknown}, which take no part; the agents are {sorted(agents)}")
+    return [(agent, checked_reward(given.get(name, 0.0), f"reward of {name!r}")) for name, agent in agents.items()]
