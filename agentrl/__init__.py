@@ -13,6 +13,7 @@ from agentrl import _gymnasium
 
 if TYPE_CHECKING:
     from agentrl import rewards, spaces, wrappers
+    from agentrl.envs.agents import MultiAgentEnv
     from agentrl.envs.core import Env
     from agentrl.envs.prompt import PromptEnv
     from agentrl.envs.registry import make, register, registered
@@ -31,6 +32,7 @@ _HOME = {
     "EnvError": "agentrl.errors",
     "InfraError": "agentrl.errors",
     "Message": "agentrl.types",
+    "MultiAgentEnv": "agentrl.envs.agents",
     "PromptEnv": "agentrl.envs.prompt",
     "StopReason": "agentrl.types",
     "Task": "agentrl.types",
@@ -55,6 +57,7 @@ __all__ = [
     "EnvError",
     "InfraError",
     "Message",
+    "MultiAgentEnv",
     "PromptEnv",
     "StopReason",
     "Task",
