@@ -107,9 +107,12 @@ async def evaluate(rollout: RolloutGroup, step: int, *, run: RunDir, progress: P
     run.log_evaluation(step, summaries)
 
 
+SCALARS = ("turns", "tool_calls", "tokens", "truncation_rate", "errors", "seconds")
+
+
 def flatten_summary(name: str, summary: dict[str, Any]) -> dict[str, float]:
     """Scalars of a held-out summary as ``eval/<set>/<metric>``."""
-    values = {k: float(v) for k, v in summary.items() if isinstance(v, int | float)}
+    values = {k: float(summary[k]) for k in SCALARS}
     for key in ("success", "reward"):
         estimate = summary[key]
         values |= {key: estimate["mean"], f"{key}_low": estimate["low"], f"{key}_high": estimate["high"]}
