@@ -1,5 +1,23 @@
 """Wrappers around agent environments."""
 
-from agentrl.envs.wrapper import Wrapper
+from agentrl.envs.wrappers import (
+    FixedTasks,
+    ObservationHistory,
+    RecordEpisodes,
+    RetryOnInfraError,
+    ShapeReward,
+    TimeLimit,
+    TruncateToolOutput,
+    Wrapper,
+)
 
-__all__ = ["Wrapper"]
+__all__ = [
+    "FixedTasks",
+    "ObservationHistory",
+    "RecordEpisodes",
+    "RetryOnInfraError",
+    "ShapeReward",
+    "TimeLimit",
+    "TruncateToolOutput",
+    "Wrapper",
+]

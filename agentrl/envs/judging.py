@@ -17,15 +17,18 @@ _PLAIN = (str, bytes, int, float, bool, type(None), list, tuple, dict, set)
 """What a tool may return that carries no reward."""
 
 
-def reward_of(env: ToolEnv) -> Any:
-    """The reward as its author wrote it: a method is bound to ``env``, a plain function stays as it is."""
-    if "reward" in vars(env):
-        return vars(env)["reward"]
-    owner = next(cls for cls in type(env).__mro__ if "reward" in vars(cls))
-    value = vars(owner)["reward"]
+def reward_of(env: ToolEnv, which: str = "reward") -> Any:
+    """The ``reward`` or ``turn_reward`` as its author wrote it.
+
+    A method is bound to ``env``, a plain function stays as it is.
+    """
+    if which in vars(env):
+        return vars(env)[which]
+    owner = next(cls for cls in type(env).__mro__ if which in vars(cls))
+    value = vars(owner)[which]
     if inspect.isfunction(value):
         return value.__get__(env) if _is_method(value, owner) else value
-    return getattr(env, "reward") if hasattr(value, "__get__") else value  # noqa: B009  static and class methods
+    return getattr(env, which) if hasattr(value, "__get__") else value  # static and class methods
 
 
 def _is_method(function: types.FunctionType, owner: type) -> bool:
@@ -42,15 +45,15 @@ def check_reward(env: ToolEnv) -> None:
     Raises:
         ConfigError: No reward, and every tool is declared to return plain values.
     """
-    reward = reward_of(env)
-    if reward is not None and not (isinstance(reward, (list, tuple)) and not reward):
-        return
+    for reward in (reward_of(env), reward_of(env, "turn_reward")):
+        if reward is not None and not (isinstance(reward, (list, tuple)) and not reward):
+            return
     if env.invalid_call_reward or env.judges_itself() or any(map(_may_reward, env.listed_tools())):
         return
     name = type(env).__name__
     raise ConfigError(
         f"{name} has no reward, so every episode would be worth 0. Define `def reward(self, text, answer)` in it, set "
-        "`reward` to a function or a name (exact_match, f1, math), or let a tool return "
+        "`reward` to a function or a name (exact_match, f1, math), define `turn_reward`, or let a tool return "
         "`agentrl.ToolResult(text, reward=...)` and declare that it does: `-> agentrl.ToolResult`."
     )
 

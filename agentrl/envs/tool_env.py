@@ -6,20 +6,20 @@ import copy
 import functools
 import inspect
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from agentrl.envs.core import Env, checked_reward, require_number
+from agentrl.envs.dataset import content_hash
 from agentrl.envs.judging import check_reward, reward_of
-from agentrl.errors import ConfigError, EnvError
+from agentrl.envs.tool_tasks import task_index, task_row
+from agentrl.errors import ConfigError
 from agentrl.rewards import RewardSet
 from agentrl.tools.base import FunctionTool, Tool, ToolErrorType, ToolResult
-from agentrl.tools.execution import run_calls
+from agentrl.tools.execution import close_tools, run_calls
 from agentrl.tools.parsers import NoneParser, Parsed, Parser, clean_text, get_parser
-from agentrl.tools.threads import run_blocking
 from agentrl.types import Message, ToolCall
 
 Transition = tuple[str, float, bool, bool, dict[str, Any]]
@@ -65,6 +65,13 @@ class ToolEnv(Env):
 
     Needed, unless a tool rewards: an environment in which nothing can earn a reward cannot be made.
     """
+    turn_reward: Any = None
+    """What each turn earns, the last one too: a method ``turn_reward(self, text, calls)``, or as ``reward``.
+
+    ``text`` is what the model wrote beside its calls, ``calls`` are the calls of this turn (``name``, ``arguments``,
+    ``error``), which have been run. Added to what tools give. Where there is a ``reward``, that alone decides on
+    success.
+    """
     system_prompt: str = ""
     """First message of every episode, if not empty."""
 
@@ -93,6 +100,8 @@ class ToolEnv(Env):
         "invalid_call_reward",
         "success_reward",
     )
+
+    _open_tools: Sequence[Tool] = ()
 
     row: dict[str, Any]
     """The task at hand: ``prompt``, ``answer`` and whatever else the author put there."""
@@ -162,18 +171,22 @@ class ToolEnv(Env):
     async def areset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
+        await self._close_tools()
         split = self.split_of(options)
-        index = self._index(split, options)
-        self.row = await self._make_row(split, index)
+        given = (options or {}).get("row")
+        index = task_index(self, split, options) if given is None else content_hash(given)
+        self.row = await task_row(self, split, index, given)
         self._tools = self._by_name(self.make_tools())
-        self._parser = self._choose_parser()
+        self._open_tools = list(self._tools.values())
+        schemas = [tool.schema() for tool in self._open_tools]
+        self._parser = self._choose_parser().with_tools(schemas)
         self._turns: list[str] = []
         self._calls: list[dict[str, Any]] = []
         self._total = 0.0
         messages = self.first_messages(self.row)
         info: dict[str, Any] = {"task_id": str(self.row.get("task_id", f"{split}/{index}")), "messages": messages}
         if self._tools and self._parser.structured:
-            info["tools"] = [tool.schema() for tool in self._tools.values()]
+            info["tools"] = schemas
         if self._parser.stop:
             info["stop"] = list(self._parser.stop)
         return _text_of(m for m in messages if m["role"] != "system"), info
@@ -183,76 +196,61 @@ class ToolEnv(Env):
         self._turns.append(action)
         calls, answer = self._calls_and_answer(parsed)
         if answer is not None:
-            return await self._finish(answer, 0.0, [], [])
+            return await self._finish(answer, await self._turn_parts(answer, []), [], [])
         results = await run_calls(calls, self._tools, timeout=self.tool_timeout, max_calls=self.max_calls)
-        reward = sum(checked_reward(r.reward, f"tool {c.name!r}") for c, r in zip(calls, results, strict=True))
-        wrong = (ToolErrorType.PARSE, ToolErrorType.UNKNOWN_TOOL, ToolErrorType.INVALID_ARGUMENTS)
-        invalid = sum(r.error is not None and r.error.type in wrong for r in results)
-        reward += invalid * self.invalid_call_reward
         records = [_record(c, r) for c, r in zip(calls, results, strict=True)]
         self._calls.extend(copy.deepcopy(records))
+        parts = await self._turn_parts(parsed.content, records)
+        if earned := self._earned_by_calls(calls, results):
+            parts["tools"] = parts.get("tools", 0.0) + earned
         messages = self._observe(calls, results)
         if any(r.terminated for r in results):
-            return await self._finish(parsed.content, reward, messages, records)
+            return await self._finish(parsed.content, parts, messages, records)
+        reward = sum(parts.values())
         self._total += reward
         info: dict[str, Any] = {"messages": messages, "tool_calls": records}
-        if reward:
-            info["rewards"] = {"tools": reward}
+        if parts:
+            info["rewards"] = parts
         return _text_of(messages), reward, False, False, info
 
+    async def aclose(self) -> None:
+        await self._close_tools()
+
+    async def _close_tools(self) -> None:
+        opened, self._open_tools = self._open_tools, []
+        await close_tools(opened)
+
     async def _finish(
-        self, text: str, reward: float, messages: list[Message], records: list[dict[str, Any]]
+        self, text: str, parts: dict[str, float], messages: list[Message], records: list[dict[str, Any]]
     ) -> Transition:
         """The last transition: the final reward is of what the model wrote, never of what tools said."""
-        calls = [{k: call[k] for k in ("name", "arguments", "error") if k in call} for call in self._calls]
-        final = await self._rewards()(text, self.row.get("answer"), turns=list(self._turns), calls=calls, row=self.row)
-        total = sum(final.values())
-        self._total += reward + total
-        judged = total if final else self._total
-        parts = {**({"tools": reward} if reward else {}), **final}
+        calls = [_seen(call) for call in self._calls]
+        final = await self._rewards("reward")(
+            text, self.row.get("answer"), turns=list(self._turns), calls=calls, row=self.row
+        )
+        for name, value in final.items():
+            parts[name] = parts.get(name, 0.0) + value
+        reward = sum(parts.values())
+        self._total += reward
+        judged = sum(final.values()) if final else self._total
         info: dict[str, Any] = {"messages": messages, "rewards": parts, "success": judged >= self.success_reward}
         if records:
             info["tool_calls"] = records
-        return _text_of(messages), reward + total, True, False, info
+        await self._close_tools()
+        return _text_of(messages), reward, True, False, info
 
-    # -- tasks -----------------------------------------------------------------------------------
+    async def _turn_parts(self, text: str, records: list[dict[str, Any]]) -> dict[str, float]:
+        """What :attr:`turn_reward` gives this turn, by name."""
+        calls = [_seen(call) for call in records]
+        return await self._rewards("turn_reward")(
+            text, self.row.get("answer"), turns=list(self._turns), calls=calls, row=self.row
+        )
 
-    def _index(self, split: str, options: dict[str, Any] | None) -> int:
-        count = self.num_tasks(split)
-        if count == 0:
-            raise ConfigError(f"{type(self).__name__} has no tasks in split {split!r}.")
-        index = (options or {}).get("index")
-        if index is None:
-            return int(self.np_random.integers(2**31 if count is None else count))
-        if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
-            raise ConfigError(
-                f"{type(self).__name__}.reset: options['index'] is {index!r:.60} ({type(index).__name__}); "
-                "the number of a task is expected, such as 3."
-            )
-        if index < 0 or (count is not None and index >= count):
-            limit = "" if count is None else f"; split {split!r} has {count}"
-            raise ConfigError(f"{type(self).__name__} has no task {index}{limit}.")
-        return int(index)
-
-    async def _make_row(self, split: str, index: int) -> dict[str, Any]:
-        if self.tasks is not None:
-            made = self.tasks[split][index]
-        else:
-            rng = np.random.default_rng([zlib.crc32(split.encode()), index])
-            if inspect.iscoroutinefunction(self.task):
-                made = await self.task(rng, split)
-            else:
-                made = await run_blocking(self.task, rng, split)
-        if isinstance(made, str):
-            made = {"prompt": made}
-        elif isinstance(made, tuple) and len(made) == 2:
-            made = {"prompt": made[0], "answer": made[1]}
-        if not isinstance(made, dict) or not isinstance(made.get("prompt"), (str, list)):
-            raise EnvError(
-                f"{type(self).__name__}.task must return a prompt, (prompt, answer) or a dict with 'prompt', "
-                f"got {made!r:.120}."
-            )
-        return dict(made)
+    def _earned_by_calls(self, calls: list[ToolCall], results: list[ToolResult]) -> float:
+        wrong = (ToolErrorType.PARSE, ToolErrorType.UNKNOWN_TOOL, ToolErrorType.INVALID_ARGUMENTS)
+        invalid = sum(r.error is not None and r.error.type in wrong for r in results)
+        given = sum(checked_reward(r.reward, f"tool {c.name!r}") for c, r in zip(calls, results, strict=True))
+        return given + invalid * self.invalid_call_reward
 
     def _by_name(self, tools: Sequence[Tool]) -> dict[str, Tool]:
         by_name = {tool.name: tool for tool in tools}
@@ -335,9 +333,9 @@ class ToolEnv(Env):
 
     # -- rewards ---------------------------------------------------------------------------------
 
-    def _rewards(self) -> RewardSet:
+    def _rewards(self, which: str) -> RewardSet:
         """Rewards as functions; a plain function set on the class is not a method and gets no ``self``."""
-        return RewardSet(reward_of(self))
+        return RewardSet(reward_of(self, which))
 
 
 def _as_tool(entry: Any) -> Tool:
@@ -374,6 +372,11 @@ def _record(call: ToolCall, result: ToolResult) -> dict[str, Any]:
     if result.metadata:
         record["metadata"] = copy.deepcopy(result.metadata)
     return record
+
+
+def _seen(record: dict[str, Any]) -> dict[str, Any]:
+    """The part of a record that is the model's own: rewards get nothing that a tool said."""
+    return copy.deepcopy({k: record[k] for k in ("name", "arguments", "error") if k in record})
 
 
 def _text_of(messages: Any) -> str:

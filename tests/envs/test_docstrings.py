@@ -8,7 +8,7 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("name", ["envs.core", "envs.spaces", "envs.tool_env", "tools.base"])
+@pytest.mark.parametrize("name", ["envs.core", "envs.spaces", "envs.tool_env", "envs.wrapper", "tools.base"])
 def test_examples_run(name):
     result = doctest.testmod(importlib.import_module(f"agentrl.{name}"))
     assert result.attempted > 0

@@ -1,0 +1,70 @@
+"""Which task an episode of a ``ToolEnv`` is about, and its row."""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from agentrl.errors import ConfigError, EnvError
+from agentrl.tools.threads import run_blocking
+
+if TYPE_CHECKING:
+    from agentrl.envs.tool_env import ToolEnv
+
+
+def task_index(env: ToolEnv, split: str, options: dict[str, Any] | None) -> int:
+    """The number of the task that ``options`` ask for, or one drawn from ``env.np_random``.
+
+    Raises:
+        ConfigError: There is no task of that number, or none at all.
+    """
+    count = env.num_tasks(split)
+    if count == 0:
+        raise ConfigError(f"{type(env).__name__} has no tasks in split {split!r}.")
+    index = (options or {}).get("index")
+    if index is None:
+        return int(env.np_random.integers(2**31 if count is None else count))
+    if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
+        raise ConfigError(
+            f"{type(env).__name__}.reset: options['index'] is {index!r:.60} ({type(index).__name__}); "
+            "the number of a task is expected, such as 3."
+        )
+    if index < 0 or (count is not None and index >= count):
+        limit = "" if count is None else f"; split {split!r} has {count}"
+        raise ConfigError(f"{type(env).__name__} has no task {index}{limit}.")
+    return int(index)
+
+
+async def task_row(env: ToolEnv, split: str, index: int | str, given: Any) -> dict[str, Any]:
+    """The row of a task, as a dict with ``prompt``.
+
+    Args:
+        env: The environment.
+        split: One of its splits.
+        index: Of :func:`task_index`.
+        given: The task itself, where ``options["row"]`` brought it.
+
+    Raises:
+        EnvError: What the author's ``task`` or ``tasks`` gave is not a task.
+    """
+    if given is not None:
+        made = given
+    elif env.tasks is not None:
+        made = env.tasks[split][index]
+    else:
+        rng = np.random.default_rng([zlib.crc32(split.encode()), index])
+        written_async = inspect.iscoroutinefunction(env.task)
+        made = await (env.task(rng, split) if written_async else run_blocking(env.task, rng, split))
+    if isinstance(made, str):
+        made = {"prompt": made}
+    elif isinstance(made, tuple) and len(made) == 2:
+        made = {"prompt": made[0], "answer": made[1]}
+    if not isinstance(made, dict) or not isinstance(made.get("prompt"), (str, list)):
+        raise EnvError(
+            f"{type(env).__name__}.task must return a prompt, (prompt, answer) or a dict with 'prompt', "
+            f"got {made!r:.120}."
+        )
+    return dict(made)
