@@ -276,9 +276,9 @@ class ToolEnv(Env):
                 )
         elif self._tools and isinstance(parser, NoneParser):
             raise ConfigError(
-                f"{type(self).__name__} has tools, but calls in the format {name!r} of the model's chat template "
-                "cannot be read. Use a model whose template writes <tool_call> JSON (Qwen, Hermes), or declare "
-                "call_format = 'tags:<tool>,answer' and explain the tags in the prompt."
+                f"{type(self).__name__} has tools, but its call format is {name!r}: the model's chat template takes no "
+                "tools, or in a way that is not known here. Use a model of a known family, set call_format to one of "
+                "theirs, or declare call_format = 'tags:<tool>,answer' and explain the tags in the prompt."
             )
         return parser
 

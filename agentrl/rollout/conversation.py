@@ -135,6 +135,8 @@ class Conversation:
         """
         started = time.monotonic()
         self.messages, self._tools, self._stop = list(messages), tools, tuple(stop)
+        if tools:
+            self._parser = self._parser.with_tools(tools)
         if raw is None:
             ids = self._chat.prompt(self.messages, tools)
         else:

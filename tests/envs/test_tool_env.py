@@ -399,8 +399,8 @@ def test_an_answer_beside_a_call_waits_for_the_result():
 def test_formats_that_cannot_work_are_refused_at_reset():
     with pytest.raises(ConfigError, match="no tool is named 'lookup'"):
         TagAsk(call_format="tags:lookup,answer").reset(seed=0)
-    with pytest.raises(ConfigError, match="format 'llama3'"):
-        Ask(call_format="llama3").reset(seed=0)
+    with pytest.raises(ConfigError, match="call format is 'none'"):
+        Ask(call_format="none").reset(seed=0)
 
     class Plain(Ask):
         tools = ()

@@ -135,7 +135,7 @@ class Parser(ABC):
     ) -> tuple[list[ToolCall], int]:
         """The calls so far with those just read; what stays text to the template joins the content."""
         found, end = read
-        if not self.structured or any(call.error is not None for call in found):
+        if not self.structured or all(call.error is not None for call in found):
             content.append(text[start:end])
         calls = calls + found
         return (calls if len(calls) <= MAX_CALLS else [*calls[:MAX_CALLS], self._too_many()]), end

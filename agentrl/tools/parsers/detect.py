@@ -6,9 +6,32 @@ import re
 
 from agentrl.errors import ConfigError
 from agentrl.tools.parsers.base import NoneParser, Parser
+from agentrl.tools.parsers.families import FAMILIES
 from agentrl.tools.parsers.hermes import HermesParser
+from agentrl.tools.parsers.pythonic import PythonicParser
 from agentrl.tools.parsers.tags import TagParser
 
+_FORMATS: dict[str, type[Parser]] = {
+    "hermes": HermesParser,
+    "none": NoneParser,
+    "pythonic": PythonicParser,
+    **FAMILIES,
+}
+_OTHER_NAMES = {
+    # What SGLang (--tool-call-parser) and people call them.
+    "qwen": "hermes",
+    "qwen25": "hermes",
+    "qwen3": "hermes",
+    "glm45": "glm",
+    "glm46": "glm",
+    "deepseek": "deepseekv3",
+    "deepseek_v3": "deepseekv3",
+    "deepseek_r1": "deepseekv3",
+    "deepseek_v31": "deepseekv31",
+    "kimi": "kimi_k2",
+    "llama": "llama3",
+    "llama4": "pythonic",
+}
 _TAG_NAME = re.compile(r"[A-Za-z][\w-]*\Z")
 
 
@@ -16,37 +39,44 @@ def get_parser(name: str) -> Parser:
     """The parser of a call format.
 
     Args:
-        name: ``hermes``, ``tags:<name>,<name>`` or ``none``. A family that :func:`detect_format` knows and
-            whose calls cannot be read yet gives a parser that finds none, which suffices without tools.
+        name: ``hermes``, ``tags:<name>,<name>``, ``none``, ``pythonic``, or a family's format: ``glm``, ``glm47``,
+            ``qwen3_coder``, ``deepseekv3``, ``deepseekv31``, ``kimi_k2``, ``mistral``, ``llama3``. SGLang's
+            names for them are understood too (``qwen25``, ``glm45`` ...).
 
     Raises:
         ConfigError: Unknown format, or tag names that cannot be tags.
     """
-    if name == "hermes":
-        return HermesParser()
-    if name == "none" or name in {family for family, _ in _FAMILIES}:
-        return NoneParser(name)
     if name.startswith("tags:"):
-        names = tuple(part.strip() for part in name.removeprefix("tags:").split(","))
-        reserved = [n for n in names if not _TAG_NAME.match(n) or n == "think"]
-        if reserved or len(set(names)) != len(names):
-            raise ConfigError(
-                f"call format {name!r}: expected different tag names of letters, digits, - and _ "
-                "(not 'think'), as in tags:search,answer."
-            )
-        return TagParser(names)
-    raise ConfigError(f"unknown call format {name!r}; expected hermes, none or tags:<name>,<name>.")
+        return TagParser(_tag_names(name))
+    found = _FORMATS.get(_OTHER_NAMES.get(name, name))
+    if found is None:
+        raise ConfigError(f"unknown call format {name!r}; expected tags:<name>,<name> or one of {', '.join(_FORMATS)}.")
+    return found()
 
 
-_FAMILIES = (
-    # (format, all of these strings are in the template), most specific first
-    ("glm", ("<tool_call>", "<arg_key>")),
-    ("qwen3_coder", ("<tool_call>", "<function=")),
-    ("hermes", ("<tool_call>",)),
-    ("deepseek", ("tool▁calls▁begin",)),
-    ("kimi", ("tool_calls_section_begin",)),
-    ("mistral", ("[TOOL_CALLS]",)),
-    ("llama3", ("ipython", '"parameters"')),
+def _tag_names(name: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in name.removeprefix("tags:").split(","))
+    reserved = [n for n in names if not _TAG_NAME.match(n) or n == "think"]
+    if reserved or len(set(names)) != len(names):
+        raise ConfigError(
+            f"call format {name!r}: expected different tag names of letters, digits, - and _ "
+            "(not 'think'), as in tags:search,answer."
+        )
+    return names
+
+
+_MARKS = (
+    # (all of these strings are in the template, none of those, format), most specific first
+    (("<tool_call>", "</arg_key><arg_value>"), (), "glm47"),
+    (("<tool_call>", "<arg_key>"), ("<tool_sep>",), "glm"),
+    (("<tool_call>", "<function="), (), "qwen3_coder"),
+    (("<tool_call>",), ("<arg_key>",), "hermes"),
+    (("tool▁calls▁begin", "```json"), (), "deepseekv3"),
+    (("tool▁calls▁begin",), (), "deepseekv31"),
+    (("tool_calls_section_begin",), (), "kimi_k2"),
+    (("[TOOL_CALLS]",), (), "mistral"),
+    (("ipython", '"parameters"'), (), "llama3"),
+    (("<|python_start|>",), (), "pythonic"),
 )
 
 
@@ -54,9 +84,9 @@ def detect_format(chat_template: str) -> str:
     """How a model with this chat template writes calls.
 
     Returns:
-        ``hermes``; ``none`` when the template takes no tools; or the name of another family.
+        A name for :func:`get_parser`; ``none`` when the template takes no tools, or in a way that cannot be read.
     """
-    for name, marks in _FAMILIES:
-        if all(mark in chat_template for mark in marks):
+    for present, absent, name in _MARKS:
+        if all(mark in chat_template for mark in present) and not any(mark in chat_template for mark in absent):
             return name
     return "none"
