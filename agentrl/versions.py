@@ -1,8 +1,11 @@
-"""Versions of this package and of what it stands on."""
+"""Versions of this package, of what it stands on, and of the code around it."""
 
 from __future__ import annotations
 
+import subprocess
 from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 PACKAGES = (
     "agentrl",
@@ -28,3 +31,21 @@ def installed() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def git_state(folder: Path | str) -> dict[str, Any] | None:
+    """``{"revision": ..., "dirty": bool | None}`` of the git checkout that holds ``folder``; None outside of one."""
+
+    def git(*words: str) -> str | None:
+        command = ["git", "-C", str(folder), *words]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
+        except (OSError, subprocess.TimeoutExpired):  # no git, or a very large checkout: then it is not known
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    revision = git("rev-parse", "HEAD")
+    if revision is None:
+        return None
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return {"revision": revision, "dirty": None if changed is None else bool(changed)}

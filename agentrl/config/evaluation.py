@@ -51,7 +51,7 @@ class ServerOptions:
     """Address of an OpenAI-compatible server (`http://127.0.0.1:8000/v1`): it is the policy, and no engine is
     started."""
     model: str | None = None
-    """Name of the model on that server."""
+    """Name of the model on that server; unset: the only one that it lists."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the server's key; without it, none is sent."""
 

@@ -48,8 +48,6 @@ def _served(config: EvalConfig, explicit: Mapping[str, str]) -> Iterator[str]:
     """What a policy behind a server needs, and what is of engines only."""
     if not re.match(r"https?://[^/]", config.base_url or ""):
         yield f"--base-url: expected http://HOST:PORT/v1 or https://..., got {config.base_url!r}"
-    if not config.model:
-        yield f"--base-url {config.base_url} needs --model NAME: the name of the model on that server."
     for name in ("run", "hf_checkpoint", "rollout_num_engines", "rollout_num_gpus", "sglang"):
         if name in explicit:
             yield f"--base-url and {explicit[name]} exclude each other: the policy is the server's, no engine starts."

@@ -112,11 +112,11 @@ class JsonLines:
         if position < end:
             self._stream.truncate(position)
 
-    def append(self, record: dict[str, Any]) -> None:
-        """Write one line and flush it. NaN and infinities become null."""
-        line = json.dumps(finite(record), allow_nan=False, default=_plain) + "\n"
+    def append(self, *records: dict[str, Any]) -> None:
+        """Write a line a record, in one piece, and flush it. NaN and infinities become null."""
+        lines = [json.dumps(finite(record), allow_nan=False, default=_plain) + "\n" for record in records]
         with storage_errors(self.path):
-            self._stream.write(line.encode("ascii"))
+            self._stream.write("".join(lines).encode("ascii"))
             self._stream.flush()
 
     def sync(self) -> None:

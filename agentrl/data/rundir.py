@@ -16,6 +16,7 @@ import fcntl
 import functools
 import json
 import math
+import os
 import platform
 import sys
 import time
@@ -28,7 +29,7 @@ from agentrl.data.store import TrajectoryStore
 from agentrl.data.tasks import env_label
 from agentrl.data.tracking import TensorBoard, Tracker, WandB, plot_reward
 from agentrl.errors import ConfigError, StorageError
-from agentrl.versions import installed
+from agentrl.versions import git_state, installed
 
 REWARD = "rollout/reward"
 
@@ -63,7 +64,7 @@ class RunDir:
         """
         if config.output_dir is not None:
             path = Path(config.output_dir).absolute()
-            if (path / "config.json").exists():
+            if (path / "config.json").exists() or (path / "trajectories.jsonl").exists():
                 raise ConfigError(
                     f"--output-dir {config.output_dir} holds a run already. Continue it with --load "
                     f"{config.output_dir}, or choose another folder."
@@ -95,6 +96,34 @@ class RunDir:
         run._open_trackers(first_step=step)
         return run
 
+    @classmethod
+    def reopen(cls, config: Any) -> RunDir | None:
+        """The folder ``config.output_dir`` if it holds a run already, as it is; None when it does not.
+
+        Raises:
+            StorageError: Another process is using it.
+        """
+        path = Path(config.output_dir).absolute() if config.output_dir is not None else None
+        if path is None or not (path / "config.json").is_file():
+            return None
+        return cls(path, config.replace(output_dir=str(path)))
+
+    def start_again(self) -> None:
+        """Note another start, by a run that was made with :meth:`reopen`."""
+        self._write_description()
+
+    def describe(self, **facts: Any) -> None:
+        """Set keys of ``run.json`` beside ``starts``."""
+        write_text(self.path / "run.json", json.dumps({**self.description(), **facts}, indent=2) + "\n")
+
+    def description(self) -> dict[str, Any]:
+        """``run.json``; empty when it is not there or damaged."""
+        try:
+            values = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return values if isinstance(values, dict) else {}
+
     def _acquire(self) -> Any:
         with storage_errors(self.path):
             lock = (self.path / ".lock").open("w")
@@ -109,23 +138,19 @@ class RunDir:
 
     def _write_description(self) -> None:
         write_text(self.path / "config.json", json.dumps(self.config.to_dict(), indent=2, allow_nan=False) + "\n")
-        run_file = self.path / "run.json"
-        starts = []
-        if run_file.is_file():
-            try:
-                starts = json.loads(run_file.read_text(encoding="utf-8"))["starts"]
-            except (ValueError, KeyError):
-                starts = []  # describes earlier starts only; nothing depends on it
-        starts.append(
-            {
-                "time": time.time(),
-                "argv": sys.argv[1:],
-                "python": platform.python_version(),
-                "platform": platform.platform(),
-                "versions": installed(),
-            }
-        )
-        write_text(run_file, json.dumps({"starts": starts}, indent=2) + "\n")
+        earlier = self.description().get("starts", [])
+        start = {
+            "time": time.time(),
+            "argv": sys.argv[1:],
+            "directory": os.getcwd(),
+            "host": platform.node(),
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "versions": installed(),
+            "git": git_state(os.getcwd()),
+            "agentrl_git": git_state(Path(__file__).parent),
+        }
+        self.describe(starts=[*earlier, start])
 
     def _open_trackers(self, first_step: int | None) -> None:
         if getattr(self.config, "tensorboard", False):

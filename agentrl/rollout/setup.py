@@ -74,7 +74,12 @@ def rollout_params(cfg: Any) -> SamplingParams:
 
 def eval_params(cfg: Any) -> SamplingParams:
     """Sampling of held-out episodes: greedy unless ``--eval-temperature`` says otherwise."""
-    return SamplingParams(temperature=cfg.eval_temperature, max_new_tokens=cfg.rollout_max_response_len)
+    return SamplingParams(
+        temperature=cfg.eval_temperature,
+        top_p=cfg.eval_top_p,
+        top_k=cfg.eval_top_k,
+        max_new_tokens=cfg.rollout_max_response_len,
+    )
 
 
 def episode_limits(cfg: Any) -> EpisodeLimits:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -82,6 +82,7 @@ class EpisodeRunner:
         n: int,
         group_id: str,
         *,
+        indices: Sequence[int] | None = None,
         on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> Group:
         """``n`` episodes of ``task``, in the order of their ids ``{group_id}-{i:03d}``.
@@ -90,6 +91,7 @@ class EpisodeRunner:
         the retries are in the group, with their outcome: the caller drops them.
 
         Args:
+            indices: the numbers i of the episodes to play, where those are not ``range(n)``.
             on_trajectory: called with each trajectory as it ends, in any order.
 
         Raises:
@@ -109,7 +111,7 @@ class EpisodeRunner:
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(one(i)) for i in range(n)]
+                running = [tasks.create_task(one(i)) for i in (range(n) if indices is None else indices)]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return Group(group_id, task, [trajectory for t in running for trajectory in t.result()])
