@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from agentrl import rewards, spaces, wrappers
     from agentrl.envs.agents import MultiAgentEnv
     from agentrl.envs.core import Env
+    from agentrl.envs.dataset import load_tasks
     from agentrl.envs.prompt import PromptEnv
     from agentrl.envs.registry import make, register, registered
     from agentrl.envs.tool_env import ToolEnv
@@ -42,6 +43,7 @@ _HOME = {
     "ToolError": "agentrl.tools.base",
     "ToolResult": "agentrl.tools.base",
     "Trajectory": "agentrl.types",
+    "load_tasks": "agentrl.envs.dataset",
     "make": "agentrl.envs.registry",
     "register": "agentrl.envs.registry",
     "registered": "agentrl.envs.registry",
@@ -67,6 +69,7 @@ __all__ = [
     "ToolError",
     "ToolResult",
     "Trajectory",
+    "load_tasks",
     "make",
     "register",
     "registered",

@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from agentrl import rewards
-from agentrl.envs.dataset import read_rows, split_rows
+from agentrl.envs.dataset import Columns, Source, open_rows, split_rows
 from agentrl.envs.tool_env import ToolEnv
 from agentrl.errors import DataError
 from agentrl.types import Message
 
 
 class PromptEnv(ToolEnv):
-    """Single-turn tasks over a JSONL or Parquet file.
+    """Single-turn tasks over task data.
 
-    Splits: ``train``, ``test`` (the share ``test_fraction``, by content hash) and ``all`` (the whole
-    file, for a file that is itself the held-out set).
+    Splits: those the data has of its own; else ``train``, ``test`` (the share ``test_fraction``, by content hash)
+    and ``all`` (everything, for data that is itself the held-out set).
 
     Args:
-        path: The file, see :func:`agentrl.envs.dataset.read_rows`.
+        path: The data, see :func:`agentrl.load_tasks`.
         input_key: Column of the prompt, text or chat messages.
         label_key: Column of the answer.
         metadata_key: Column handed to the reward as ``row["metadata"]``.
         apply_chat_template: False: ``info["raw_prompt"]`` holds the text to send without a template.
-        reward: A name (``exact_match``, ``f1``, ``math``), a function, ``module:function`` or
-            ``file.py:function``; called as ``reward(text, answer)``, see :mod:`agentrl.rewards`.
+        reward: A name (``exact_match``, ``f1``, ``math``), a function or class, ``module:name`` or ``file.py:name``;
+            called as ``reward(text, answer)``, see :mod:`agentrl.rewards`.
         test_fraction: Share of the rows held out of training.
+        data_seed: Handed to a function that makes the rows and takes ``seed``.
+        streaming: Leave the rows on disk.
+        workers: Processes that make the index of them.
+        cache_dir: Where the index is kept; None for the user's cache folder.
+
+    A column ``category`` of text is handed on as ``info["category"]``, for scores by category.
 
     Raises:
-        DataError: The file cannot be used; the text names the line.
+        DataError: The data cannot be used; the text names the line.
         ConfigError: Unknown reward.
     """
 
-    splits: ClassVar[tuple[str, ...]] = ("train", "test", "all")
     call_format = "none"
 
     def __init__(
         self,
-        path: str,
+        path: Source,
         *,
         input_key: str = "prompt",
         label_key: str | None = "label",
@@ -45,17 +50,23 @@ class PromptEnv(ToolEnv):
         apply_chat_template: bool = True,
         reward: Any = "exact_match",
         test_fraction: float = 0.0,
+        data_seed: int = 0,
+        streaming: bool = False,
+        workers: int = 1,
+        cache_dir: str | None = None,
     ) -> None:
         super().__init__()
-        rows = read_rows(path, input_key=input_key, label_key=label_key, metadata_key=metadata_key)
-        if not apply_chat_template and any(not isinstance(row["prompt"], str) for row in rows):
+        columns = Columns(input_key, label_key, metadata_key, keep=("category",))
+        loaded = open_rows(path, columns, seed=data_seed, streaming=streaming, workers=workers, cache_dir=cache_dir)
+        if not apply_chat_template and loaded.chats:
             raise DataError(f"{path} has prompts in chat form: they need a chat template (apply_chat_template).")
         self.reward = rewards.load(reward)
-        if reward in rewards.BUILT_IN and all(row["answer"] is None for row in rows):
+        if isinstance(reward, str) and reward in rewards.BUILT_IN and not loaded.answered:
             raise DataError(
                 f"{path} has no column {label_key!r}, which the reward {reward!r} compares with. Set --label-key."
             )
-        self.tasks = split_rows(rows, test_fraction)
+        self.tasks = split_rows(loaded, test_fraction)
+        self.splits = tuple(self.tasks)
         self.apply_chat_template = apply_chat_template
 
     async def areset(
@@ -64,6 +75,8 @@ class PromptEnv(ToolEnv):
         observation, info = await super().areset(seed=seed, options=options)
         if not self.apply_chat_template:
             info["raw_prompt"] = self.row["prompt"]
+        if isinstance(self.row.get("category"), str):
+            info["category"] = self.row["category"]
         return observation, info
 
     def first_messages(self, row: dict[str, Any]) -> list[Message]:

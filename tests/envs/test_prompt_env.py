@@ -10,7 +10,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import agentrl
-from agentrl.envs.dataset import content_hash, read_rows, split_rows
+from agentrl.envs.dataset import content_hash, load_tasks
 from agentrl.errors import ConfigError, DataError
 
 SPEC = "agentrl.envs.prompt:PromptEnv"
@@ -68,11 +68,11 @@ def test_parquet(tmp_path):
     pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"prompt": [[{"role": "user", "content": "Why?"}], [{"role": "user", "content": "How?"}]]})
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
-    rows = read_rows(tmp_path / "t.parquet")
+    rows = load_tasks(tmp_path / "t.parquet")["all"]
     assert [row["prompt"][0]["content"] for row in rows] == ["Why?", "How?"]
     (tmp_path / "bad.parquet").write_bytes(b"not parquet")
     with pytest.raises(DataError, match="not a readable Parquet file"):
-        read_rows(tmp_path / "bad.parquet")
+        load_tasks(tmp_path / "bad.parquet")
 
 
 def test_splits_are_by_content_disjoint_and_stable(sums, tmp_path):
@@ -83,7 +83,7 @@ def test_splits_are_by_content_disjoint_and_stable(sums, tmp_path):
     assert not ids["train"] & ids["test"]
     shuffled = tmp_path / "shuffled.jsonl"
     shuffled.write_text("".join(reversed(Path(sums).read_text().splitlines(keepends=True))))
-    again = split_rows(read_rows(shuffled), 0.25)
+    again = load_tasks(shuffled, test_fraction=0.25)
     assert {row["task_id"] for row in again["test"]} == ids["test"]
     assert agentrl.make(SPEC, path=sums).num_tasks("test") == 0
     with pytest.raises(ConfigError, match="between 0 and 1"):
@@ -91,9 +91,9 @@ def test_splits_are_by_content_disjoint_and_stable(sums, tmp_path):
 
 
 def test_equal_rows_have_different_ids_and_one_split(tmp_path):
-    rows = read_rows(write(tmp_path / "same.jsonl", *[{"prompt": "a", "label": "b"}] * 3))
-    assert len({row["task_id"] for row in rows}) == 3
-    assert {len(part) for part in (split_rows(rows, 0.5)[s] for s in ("train", "test"))} == {0, 3}
+    tasks = load_tasks(write(tmp_path / "same.jsonl", *[{"prompt": "a", "label": "b"}] * 3), test_fraction=0.5)
+    assert len({row["task_id"] for row in tasks["all"]}) == 3
+    assert {len(tasks[split]) for split in ("train", "test")} == {0, 3}
 
 
 @pytest.mark.parametrize(
@@ -119,12 +119,12 @@ def test_a_bad_line_is_named(tmp_path, line, message):
 def test_other_bad_files(tmp_path):
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
     with pytest.raises(DataError, match=":1: not UTF-8"):
-        read_rows(tmp_path / "latin.jsonl")
+        load_tasks(tmp_path / "latin.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(DataError, match="holds no rows"):
-        read_rows(tmp_path / "empty.jsonl")
+        load_tasks(tmp_path / "empty.jsonl")
     with pytest.raises(DataError, match="there is no data file"):
-        read_rows(tmp_path / "missing.jsonl")
+        load_tasks(tmp_path / "missing.jsonl")
     with pytest.raises(DataError, match="no column 'answer', which the reward 'f1' compares with"):
         path = write(tmp_path / "q.jsonl", {"prompt": "a", "label": "b"})
         agentrl.make(SPEC, path=path, label_key="answer", reward="f1")
@@ -138,7 +138,7 @@ def test_other_bad_files(tmp_path):
 def test_a_byte_order_mark_and_blank_lines_are_fine(tmp_path):
     path = tmp_path / "bom.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n\n{"prompt": "b"}')
-    assert [row["prompt"] for row in read_rows(path)] == ["a", "b"]
+    assert [row["prompt"] for row in load_tasks(path)["all"]] == ["a", "b"]
 
 
 @pytest.mark.filterwarnings("error")
