@@ -14,7 +14,10 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-BUILT_IN = {"search": "agentrl.envs.search:SearchEnv"}
+BUILT_IN = {
+    "search": "agentrl.envs.search:SearchEnv",
+    "multi_agent": "agentrl.envs.multi_agent:HintGameEnv",
+}
 """Built-in environments: name to entry point, imported when first made."""
 
 
