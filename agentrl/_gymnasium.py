@@ -17,6 +17,7 @@ from types import ModuleType
 BUILT_IN = {
     "search": "agentrl.envs.search:SearchEnv",
     "multi_agent": "agentrl.envs.multi_agent:HintGameEnv",
+    "textgame": "agentrl.envs.textgame:TextGameEnv",
 }
 """Built-in environments: name to entry point, imported when first made."""
 
