@@ -34,6 +34,13 @@ def portable(spec: str) -> str:
     return spec
 
 
+def portable_source(source: str) -> str:
+    """Task data, a path or the name of a function, so that it means the same in every working directory."""
+    if is_spec(source) and not Path(source).expanduser().exists():
+        return portable(source)
+    return str(Path(source).expanduser().absolute())
+
+
 def load_object(spec: str, what: str = "object") -> Any:
     """The attribute that ``spec`` names.
 

@@ -50,4 +50,6 @@ class OptionSet:
             "apply_chat_template": self.apply_chat_template,
             "reward": self.custom_rm_path or self.rm_type,
         }
+        if self.streaming_data:
+            kwargs |= {"streaming": True, "workers": self.num_data_workers}
         return "agentrl.envs.prompt:PromptEnv", kwargs

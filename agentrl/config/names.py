@@ -9,8 +9,6 @@ NOT_AVAILABLE = {
     "colocate": "trainer and engines on the same devices",
     "offload-train": "trainer and engines on the same devices",
     "offload-rollout": "trainer and engines on the same devices",
-    "num-data-workers": "streaming task files",
-    "streaming-data": "streaming task files",
     "over-sampling-batch-size": "over-sampling",
     "dynamic-sampling-filter-path": "dynamic sampling filters",
     "buffer-filter-path": "buffer filters",

@@ -32,7 +32,8 @@ class EnvironmentOptions:
     env_args: dict[str, Any] = field(default_factory=dict)
     """Keyword argument of the environment as `KEY=VALUE`; the value is read as JSON where it is JSON. Repeatable."""
     prompt_data: PathText | None = None
-    """Single-turn task file (JSONL or Parquet) used in place of an environment."""
+    """Single-turn tasks used in place of an environment: a JSONL or Parquet file, a folder or glob of such files, a
+    Hugging Face dataset on disk, or `module:function` or `file.py:function` that yields rows."""
     input_key: str = "prompt"
     """Field of a task line that holds the prompt: a string, or a list of chat messages."""
     label_key: str | None = "label"
@@ -44,7 +45,12 @@ class EnvironmentOptions:
     rm_type: Literal["exact_match", "f1", "math"] = "exact_match"
     """Reward of prompt data, from the library."""
     custom_rm_path: str | None = None
-    """Reward function of your own for prompt data, `module:function` or `file.py:function`; replaces --rm-type."""
+    """Reward function or class of your own for prompt data, `module:name` or `file.py:name`; replaces --rm-type."""
+    streaming_data: bool = False
+    """Leave prompt data on disk and read each task when it is needed, for data that does not fit into memory. An index
+    is made once and kept in the user's cache folder."""
+    num_data_workers: Positive = 1
+    """Processes that make this index."""
     custom_generate_function_path: str | None = None
     """Episode loop of your own, `module:function` or `file.py:function`: `async def generate(ctx)`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -103,9 +104,12 @@ def _environment(config: Config | EvalConfig, explicit: Mapping[str, str]) -> It
             yield f"--eval-prompt-data: the name {name!r} becomes a file name: letters, digits, '-', '_' and '.' only."
     files += [(f"--eval-prompt-data {name}", path) for name, path in config.eval_prompt_data]
     for flag, path in files:
-        if not Path(path).is_file():
-            yield f"{flag}: no such file: {path}"
+        yield from _task_data(flag, path)
+    if "num_data_workers" in explicit and not config.streaming_data:
+        yield f"{explicit['num_data_workers']} has no effect without --streaming-data."
     if not files:
+        if "streaming_data" in explicit:
+            yield f"{explicit['streaming_data']} has no effect without --prompt-data or --eval-prompt-data."
         for name in ("input_key", "label_key", "metadata_key", "apply_chat_template", "rm_type", "custom_rm_path"):
             if name in explicit:
                 yield (
@@ -116,6 +120,19 @@ def _environment(config: Config | EvalConfig, explicit: Mapping[str, str]) -> It
         yield f"{explicit['rm_type']} and --custom-rm-path exclude each other: there is one reward."
     for name in ("custom_rm_path", "custom_generate_function_path", "data_source_path"):
         yield from _import_path("--" + name.replace("_", "-"), getattr(config, name, None))
+
+
+def _task_data(flag: str, source: str) -> Iterator[str]:
+    """A path, a glob that matches, or the name of a function."""
+    if Path(source).exists():
+        return
+    if glob.has_magic(source):
+        if not glob.glob(source, recursive=True):
+            yield f"{flag}: no file matches: {source}"
+    elif ":" in source:
+        yield from _import_path(flag, source)
+    else:
+        yield f"{flag}: no such file: {source}"
 
 
 def _import_path(flag: str, spec: str | None) -> Iterator[str]:

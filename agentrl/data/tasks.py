@@ -33,7 +33,7 @@ def env_label(spec: str) -> str:
 
     ``search`` stays; ``path/to/file.py:MyEnv`` and ``pkg.module:MyEnv`` become ``MyEnv``.
     """
-    label = spec.rpartition(":")[2].rpartition("/")[2]
+    label = spec.rstrip("/").rpartition(":")[2].rpartition("/")[2]
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in label).strip("-.") or "env"
 
 

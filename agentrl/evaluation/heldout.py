@@ -6,7 +6,7 @@ import asyncio
 import difflib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.config.schema import EvalConfig
@@ -60,6 +60,8 @@ def held_out_sets(cfg: Any, *, split: str = "test") -> list[HeldOutSet]:
     for one in wanted:
         env = make_env(one.spec, one.kwargs)
         try:
+            if one.split == "all" and "all" not in env.get_wrapper_attr("splits"):
+                one = replace(one, split="test")  # data with splits of its own: what it holds out itself
             if one.optional and not _has_tasks(env, one.split):
                 continue  # no held-out tasks of its own: the other sets are what it is evaluated on
             if getattr(cfg, "prompt_data", None) and one.split == split and not _has_tasks(env, split):

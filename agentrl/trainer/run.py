@@ -17,7 +17,7 @@ from rich.text import Text
 from agentrl.config.schema import Config
 from agentrl.data.rundir import RunDir
 from agentrl.errors import AgentRLError, ConfigError, EnvError
-from agentrl.loading import portable
+from agentrl.loading import portable, portable_source
 from agentrl.process import terminate_on_sigterm, write_log_to
 from agentrl.progress import Progress, before_after, clock, episode_panel, shown
 from agentrl.rollout.episode import describe
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 START_DEADLINE_S = 900.0
 CLOSE_DEADLINE_S = 30.0
-PATHS = ("save", "save_hf", "prompt_data", "hf_checkpoint", "ref_load")
+PATHS = ("save", "save_hf", "hf_checkpoint", "ref_load")
 HOOKS = ("env", "custom_rm_path", "custom_generate_function_path", "data_source_path")
 
 
@@ -80,7 +80,9 @@ def with_absolute_paths(cfg: Config) -> Config:
     """What is given relative to this folder must be found by every process, and after ``--load`` from another."""
     changes = {name: str(Path(getattr(cfg, name)).absolute()) for name in PATHS if getattr(cfg, name) is not None}
     hooks = {name: portable(getattr(cfg, name)) for name in HOOKS if getattr(cfg, name)}
-    sets = tuple((name, str(Path(path).absolute())) for name, path in cfg.eval_prompt_data)
+    if cfg.prompt_data is not None:
+        changes["prompt_data"] = portable_source(cfg.prompt_data)
+    sets = tuple((name, portable_source(path)) for name, path in cfg.eval_prompt_data)
     return cfg.replace(**changes, **hooks, eval_prompt_data=sets)
 
 
