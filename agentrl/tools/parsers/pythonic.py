@@ -72,6 +72,8 @@ def _call(node: ast.expr, call_id: str) -> ToolCall:
             raise Malformed("arguments are given by name, as in NAME(argument=value)")
         arguments: dict[str, Any] = {}
         for keyword in node.keywords:
+            if keyword.arg in arguments:
+                raise Malformed(f"argument {keyword.arg[:40]!r} is given twice")
             arguments[str(keyword.arg)] = _literal(keyword.value)
         return ToolCall(name, read_arguments(arguments), call_id)
     except Malformed as problem:
