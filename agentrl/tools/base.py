@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, overload
 
+from agentrl.tools.annotations import Converter
 from agentrl.tools.schema import describe
 
 
@@ -92,6 +94,8 @@ class Tool:
     """What the model reads about it; from the docstring when not set."""
     parameters: dict[str, Any]
     """JSON schema of the arguments; from the signature when not set."""
+    converters: Mapping[str, Converter] = MappingProxyType({})
+    """By parameter, what makes the object its type hint asks for of a JSON value; from the signature."""
     timeout: float | None = None
     """Seconds a call may take; None: the environment's ``tool_timeout``."""
     shared: bool = False
@@ -116,7 +120,7 @@ class Tool:
         )
         cls.description = texts.description
         if texts.parameters is not None:
-            cls.parameters = texts.parameters
+            cls.parameters, cls.converters = texts.parameters, texts.converters
 
     def __call__(self, **arguments: Any) -> Any:
         """Does the work; returns text or a :class:`ToolResult`. May be ``async``."""
@@ -180,6 +184,7 @@ class FunctionTool(Tool, described=False):
             function, skip_self=self.is_method, name=self.name, description=options.get("description") or ""
         )
         self.description, self.parameters = described.description, described.parameters or {}
+        self.converters = described.converters
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

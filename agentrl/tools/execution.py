@@ -91,7 +91,7 @@ async def run_call(call: ToolCall, tools: Mapping[str, Tool], *, timeout: float)
                 f"there is no tool {call.name[:64]!r}; there are: {', '.join(tools) or 'none'}.",
                 ToolErrorType.UNKNOWN_TOOL,
             )
-        arguments = validate(call.arguments, tool.parameters, tool.name)
+        arguments = validate(call.arguments, tool.parameters, tool.name, tool.converters)
         seconds = tool.timeout if tool.timeout is not None else timeout
         result = _as_result(await _call_within(tool, arguments, seconds), tool.name)
     except ToolError as error:

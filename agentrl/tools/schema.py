@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import inspect
-import re
-import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Union
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
 
-_SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
-_SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Example|Examples|Note|Notes):\s*$")
-_ENTRY = re.compile(r"^\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
+from agentrl.tools.annotations import Converter, described_by, read
+from agentrl.tools.docstring import parse_docstring
 
 
 @dataclass(frozen=True)
 class Described:
-    """What the model is told about a callable; ``parameters`` is a JSON schema of type object."""
+    """What the model is told about a callable; ``parameters`` is a JSON schema of type object.
+
+    ``converters`` make the objects of the type hints of JSON values, for the parameters that need it.
+    """
 
     description: str
     parameters: dict[str, Any] | None
+    converters: dict[str, Converter] = field(default_factory=dict)
 
 
 def describe(
@@ -52,14 +54,23 @@ def describe(
         raise TypeError(f"Tool {name!r} has no description: write a docstring, the model reads it.")
     if not needs_schema:
         return Described(text, None)
-    parameters = _parameters(function, skip_self, {**class_args, **own_args}, name)
-    return Described(text, parameters)
+    parameters, converters = _parameters(function, skip_self, {**class_args, **own_args}, name)
+    return Described(text, parameters, converters)
 
 
-def _parameters(function: Callable[..., Any], skip_self: bool, docs: dict[str, str], name: str) -> dict[str, Any]:
-    hints = typing.get_type_hints(function)
+def _parameters(
+    function: Callable[..., Any], skip_self: bool, docs: dict[str, str], name: str
+) -> tuple[dict[str, Any], dict[str, Converter]]:
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise TypeError(
+            f"Tool {name!r} has a type hint that cannot be resolved ({error}): define what it names at the top of a "
+            "module."
+        ) from error
     properties: dict[str, Any] = {}
     required: list[str] = []
+    converters: dict[str, Converter] = {}
     for index, parameter in enumerate(inspect.signature(function).parameters.values()):
         if index == 0 and skip_self:
             continue
@@ -68,79 +79,19 @@ def _parameters(function: Callable[..., Any], skip_self: bool, docs: dict[str, s
             raise TypeError(f"{where}: the model passes arguments by name, so `*`, `**` and `/` have no place here.")
         if parameter.name not in hints:
             raise TypeError(f"{where} has no type hint.")
-        if not docs.get(parameter.name):
+        hint = hints[parameter.name]
+        description = docs.get(parameter.name) or described_by(hint)
+        if not description:
             raise TypeError(f"{where} has no description: add `{parameter.name}: ...` under `Args:` in the docstring.")
-        schema = schema_of(hints[parameter.name], where)
-        schema["description"] = docs[parameter.name]
+        schema, converter = read(hint, where)
+        schema["description"] = description
+        default = parameter.default.value if isinstance(parameter.default, Enum) else parameter.default
         if parameter.default is parameter.empty:
             required.append(parameter.name)
-        elif isinstance(parameter.default, (str, int, float, bool)):
-            schema["default"] = parameter.default
+        elif isinstance(default, (str, int, float, bool)):
+            schema["default"] = default
         properties[parameter.name] = schema
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-
-
-def schema_of(hint: Any, where: str = "a value") -> dict[str, Any]:
-    """JSON schema of a type hint.
-
-    Knows str, int, float, bool, None, Any, Literal, Optional and unions, list, set and tuple of one
-    type, dict with string keys.
-
-    Raises:
-        TypeError: Any other type; the text says ``where``.
-    """
-    if hint is Any:
-        return {}
-    if hint in _SCALARS:
-        return {"type": _SCALARS[hint]}
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        return schema_of(arguments[0], where)
-    if origin is Literal:
-        return _literal(arguments, where)
-    if origin in (Union, types.UnionType):
-        return {"anyOf": [schema_of(a, where) for a in arguments]}
-    container = origin or hint
-    if container in (list, Sequence):
-        return {"type": "array", **({"items": schema_of(arguments[0], where)} if arguments else {})}
-    if container in (dict, Mapping):
-        if arguments and arguments[0] is not str:
-            raise TypeError(f"{where}: a dict from JSON has string keys, got {hint}.")
-        return {"type": "object", **({"additionalProperties": schema_of(arguments[1], where)} if arguments else {})}
-    raise TypeError(
-        f"{where} has type {hint}, which has no schema here. Use str, int, float, bool, None, Any, Literal, "
-        "Optional, a union, list or dict."
-    )
-
-
-def _literal(values: tuple[Any, ...], where: str) -> dict[str, Any]:
-    kinds = {type(v) for v in values}
-    if not kinds <= set(_SCALARS):
-        raise TypeError(f"{where}: Literal may hold strings, numbers, booleans and None, got {values}.")
-    schema: dict[str, Any] = {"enum": list(values)}
-    if len(kinds) == 1:
-        schema["type"] = _SCALARS[kinds.pop()]
-    return schema
-
-
-def parse_docstring(doc: str) -> tuple[str, dict[str, str]]:
-    """Splits a Google-style docstring into the text before the sections and the entries of ``Args:``."""
-    text: list[str] = []
-    entries: dict[str, str] = {}
-    section, indent, current = "", 0, ""
-    for line in inspect.cleandoc(doc).splitlines():
-        header = _SECTION.match(line)
-        if header:
-            section, indent, current = header.group(1), 0, ""
-        elif not section:
-            text.append(line)
-        elif section in ("Args", "Arguments", "Parameters") and line.strip():
-            depth = len(line) - len(line.lstrip())
-            indent = indent or depth
-            entry = _ENTRY.match(line.strip()) if depth <= indent else None
-            if entry:
-                current = entry.group(1)
-                entries[current] = entry.group(2).strip()
-            elif current:
-                entries[current] = f"{entries[current]} {line.strip()}".strip()
-    return "\n".join(text).strip(), entries
+        if converter is not None:
+            converters[parameter.name] = converter
+    parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return parameters, converters

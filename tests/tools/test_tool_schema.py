@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.tools import Tool, ToolError, tool
-from agentrl.tools.schema import parse_docstring, schema_of
+from agentrl.tools.annotations import schema_of
+from agentrl.tools.docstring import parse_docstring
 from agentrl.tools.validation import validate
 
 
@@ -233,7 +234,7 @@ def test_near_misses_are_taken(given_value, name, taken):
         ({"query": "q", "score": "nan"}, 'argument "score" must be a number or null'),
         ({"query": "q", "mode": "slow"}, 'argument "mode" must be one of "fast", "exact", got "slow"'),
         ({"query": "q", "tags": "a"}, 'argument "tags" must be a list, each of it a string or null, got "a"'),
-        ({"query": "q", "options": {"a": "x"}}, 'argument "options" must be an object or null'),
+        ({"query": "q", "options": {"a": "x"}}, 'argument "options.a" must be an integer, got "x"'),
         ({"query": "q", "strict": 1}, 'argument "strict" must be true or false, got 1'),
         ({"query": "a\0b"}, 'argument "query" contains a null character'),
     ],
