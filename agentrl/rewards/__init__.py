@@ -1,0 +1,30 @@
+"""Reward functions: what is a turn's text worth, given the answer.
+
+A reward function takes the model's final text and the task's answer, and by name, if it asks for
+them, ``turns`` (all texts the model wrote), ``calls`` (the calls it made) and ``row`` (the task). It
+sees only what the model produced, so no document can earn a reward. It returns a number, or a dict
+of named parts. It may be ``async``.
+
+It may also be a class, made once a process: a model of its own (:class:`BatchedReward`), or a language model behind an
+OpenAI-compatible server (:class:`Judge`).
+"""
+
+from agentrl.rewards.batched import BatchedReward, RewardItem
+from agentrl.rewards.combine import BUILT_IN, RewardFunction, RewardSet, load
+from agentrl.rewards.mathematics import boxed, last_number, math_answer
+from agentrl.rewards.text import exact_match, f1, normalize_answer
+
+__all__ = [
+    "BUILT_IN",
+    "BatchedReward",
+    "RewardFunction",
+    "RewardItem",
+    "RewardSet",
+    "boxed",
+    "exact_match",
+    "f1",
+    "last_number",
+    "load",
+    "math_answer",
+    "normalize_answer",
+]

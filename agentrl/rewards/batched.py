@@ -1,0 +1,194 @@
+"""Rewards that judge many episodes at once, such as a reward model on the CPU or a GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from agentrl.errors import AgentRLError, ConfigError, EnvError
+from agentrl.tools.threads import run_blocking
+
+
+@dataclass(frozen=True)
+class RewardItem:
+    """One episode to judge.
+
+    Attributes:
+        text: The model's final text.
+        answer: The task's answer.
+        turns: Every text the model wrote.
+        calls: The calls it made.
+        row: The task.
+    """
+
+    text: str
+    answer: Any = None
+    turns: Sequence[str] = ()
+    calls: Sequence[dict[str, Any]] = ()
+    row: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Line:
+    """Items that wait on one event loop, and the task that takes them."""
+
+    waiting: list[tuple[RewardItem, asyncio.Future[Any]]] = field(default_factory=list)
+    full: asyncio.Event = field(default_factory=asyncio.Event)
+    collector: asyncio.Task[None] | None = None
+
+
+class BatchedReward:
+    """A reward that scores batches. Subclasses define ``score``; a constructor may load a model.
+
+    Episodes that end at about the same time are scored together; each gets its own score, or the error. A plain
+    ``score`` runs in a thread, never twice at once, so the model behind it need not be thread-safe. Give the class
+    or an instance as a reward; of the class there is one instance a process.
+
+    Example:
+        >>> class Brevity(BatchedReward):
+        ...     def score(self, items):
+        ...         return [1.0 / (1 + len(item.text)) for item in items]
+        >>> Brevity(max_batch=8).max_batch
+        8
+
+    Args:
+        max_batch: Replaces the class's :attr:`max_batch`; likewise ``max_wait`` and ``timeout``.
+
+    Raises:
+        ConfigError: A limit is out of range.
+    """
+
+    max_batch: int = 32
+    """Most items of one batch."""
+    max_wait: float = 0.05
+    """Seconds the first item of a batch waits for others."""
+    timeout: float = 240.0
+    """Seconds a batch may take."""
+
+    _runtime: ClassVar[tuple[str, ...]] = ("_lines", "_one_at_a_time")
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> BatchedReward:
+        # Not in __init__: subclasses write their own and need not call this one's.
+        self = super().__new__(cls)
+        self._lines: dict[asyncio.AbstractEventLoop, _Line] = {}  # of loops on which items wait
+        self._one_at_a_time = threading.Lock()
+        return self
+
+    def __init__(
+        self, *, max_batch: int | None = None, max_wait: float | None = None, timeout: float | None = None
+    ) -> None:
+        given = {"max_batch": max_batch, "max_wait": max_wait, "timeout": timeout}
+        for name, value in given.items():
+            if value is not None:
+                setattr(self, name, value)
+
+    def score(self, items: list[RewardItem]) -> Sequence[float | dict[str, float]]:
+        """What each item is worth, in order: a number, or a dict of named parts. May be ``async``.
+
+        Raise :class:`agentrl.InfraError` when the model cannot be asked: the episodes are tried again or left out.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define `score(self, items)`.")
+
+    async def __call__(
+        self,
+        text: str,
+        answer: Any = None,
+        *,
+        turns: Sequence[str] = (),
+        calls: Sequence[dict[str, Any]] = (),
+        row: dict[str, Any] | None = None,
+    ) -> Any:
+        """The score of one episode, judged together with others.
+
+        Raises:
+            InfraError: ``score`` raised it.
+            EnvError: ``score`` raised anything else, took too long, or did not return one score an item.
+        """
+        if self.max_batch < 1 or self.max_wait < 0 or self.timeout <= 0:
+            raise ConfigError(
+                f"{type(self).__name__}: max_batch must be at least 1, max_wait at least 0 and timeout above 0, got "
+                f"{self.max_batch}, {self.max_wait} and {self.timeout}."
+            )
+        loop = asyncio.get_running_loop()
+        line = self._lines.setdefault(loop, _Line())
+        future: asyncio.Future[Any] = loop.create_future()
+        line.waiting.append((RewardItem(text, answer, turns, calls, row or {}), future))
+        if line.collector is None or line.collector.done():
+            line.collector = loop.create_task(self._collect(loop, line))
+        elif len(line.waiting) >= self.max_batch:
+            line.full.set()
+        return await future
+
+    async def _collect(self, loop: asyncio.AbstractEventLoop, line: _Line) -> None:
+        """Scores batch after batch while items wait."""
+        try:
+            while line.waiting:
+                line.full.clear()
+                if len(line.waiting) < self.max_batch:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(line.full.wait(), self.max_wait)
+                batch, line.waiting = line.waiting[: self.max_batch], line.waiting[self.max_batch :]
+                batch = [(item, future) for item, future in batch if not future.done()]  # done: nobody waits
+                if batch:
+                    await self._settle(batch)
+        finally:
+            self._lines.pop(loop, None)
+
+    async def _settle(self, batch: list[tuple[RewardItem, asyncio.Future[Any]]]) -> None:
+        try:
+            scores = await self._scores([item for item, _ in batch])
+        except BaseException as error:
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(self._told(error))
+            if not isinstance(error, Exception):
+                raise
+            return
+        for (_, future), score in zip(batch, scores, strict=True):
+            if not future.done():
+                future.set_result(score)
+
+    async def _scores(self, items: list[RewardItem]) -> list[Any]:
+        score = self.score
+        pending = score(items) if inspect.iscoroutinefunction(score) else run_blocking(self._alone, score, items)
+        try:
+            made = await asyncio.wait_for(pending, self.timeout)
+        except TimeoutError:
+            self._one_at_a_time = threading.Lock()  # the call that hangs keeps the old one
+            raise EnvError(f"{type(self).__name__}.score did not return within {self.timeout:g} s") from None
+        try:
+            scores = list(made)
+        except TypeError:
+            scores = None
+        if scores is None or isinstance(made, (str, bytes, dict)) or len(scores) != len(items):
+            got = (
+                f"{len(scores)}" if scores is not None and not isinstance(made, (str, bytes, dict)) else f"{made!r:.80}"
+            )
+            raise EnvError(f"{type(self).__name__}.score must return a list of {len(items)} scores, got {got}")
+        return scores
+
+    def _alone(self, score: Any, items: list[RewardItem]) -> Any:
+        with self._one_at_a_time:
+            return score(items)
+
+    def _told(self, error: BaseException) -> BaseException:
+        """The error for one of several callers: each raises an object of its own."""
+        if isinstance(error, AgentRLError):
+            told: BaseException = type(error)(*error.args)
+        elif isinstance(error, asyncio.CancelledError):
+            told = EnvError(f"{type(self).__name__}.score was cancelled")
+        else:
+            told = EnvError(f"{type(self).__name__}.score raised {type(error).__name__}: {error}")
+        told.__cause__ = error
+        return told
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchedReward:
+        return self  # an environment may be copied; the model behind a reward is shared
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in self._runtime}

@@ -1,0 +1,155 @@
+"""Finding reward functions by name, and adding several up."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from agentrl.errors import ConfigError, EnvError
+from agentrl.loading import is_spec, load_object
+from agentrl.rewards.mathematics import math_answer
+from agentrl.rewards.text import exact_match, f1
+from agentrl.tools.threads import run_blocking
+
+RewardFunction = Callable[..., Any]
+
+BUILT_IN: dict[str, RewardFunction] = {"exact_match": exact_match, "f1": f1, "math": math_answer}
+"""Reward functions that go by a name."""
+
+_instances: dict[type, Any] = {}
+_making = threading.Lock()
+
+
+def load(spec: str | RewardFunction | type) -> RewardFunction:
+    """A reward function: itself, a name of :data:`BUILT_IN`, ``module:name`` or ``file.py:name``.
+
+    Of a class, the process's one instance of it, made without arguments: all episodes share it.
+
+    Raises:
+        ConfigError: Unknown name (with the nearest one), not callable, or a class that needs arguments.
+    """
+    found = _find(spec)
+    return _instance(found) if inspect.isclass(found) else found
+
+
+def _find(spec: Any) -> Any:
+    """The function or class that ``spec`` is or names. Nothing is made yet."""
+    if isinstance(spec, str):
+        if spec in BUILT_IN:
+            return BUILT_IN[spec]
+        if not is_spec(spec):
+            near = difflib.get_close_matches(spec, BUILT_IN, 1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"unknown reward {spec!r}.{hint} Expected {', '.join(BUILT_IN)}, module:name or file.py:name."
+            )
+        spec = load_object(spec, "reward")
+    if not callable(spec):
+        raise ConfigError(f"a reward must be callable, got {spec!r}.")
+    if inspect.isclass(spec):
+        if not any("__call__" in vars(owner) for owner in spec.__mro__):
+            raise ConfigError(f"the reward class {spec.__name__} needs a method `__call__(self, text, answer)`.")
+        required = [p.name for p in _parameters(spec) if p.default is p.empty and p.kind not in _OPEN]
+        if required and spec not in _instances:
+            raise ConfigError(
+                f"the reward class {spec.__name__} is made without arguments, but needs {', '.join(required)}: give "
+                "them defaults, or give an instance as the reward."
+            )
+    return spec
+
+
+_OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _parameters(function: Any) -> list[inspect.Parameter]:
+    return list(inspect.signature(function).parameters.values())
+
+
+def _instance(cls: type) -> Any:
+    """The instance of this process. Episodes that ask at the same time wait for one to be made."""
+    with _making:
+        if cls not in _instances:
+            _instances[cls] = cls()
+        return _instances[cls]
+
+
+def _name(reward: Any) -> str:
+    """Under which name a reward is logged: its ``name``, or that of the function or class."""
+    given = getattr(reward, "name", None)
+    return given if isinstance(given, str) and given else getattr(reward, "__name__", type(reward).__name__)
+
+
+class RewardSet:
+    """Weighted reward functions, each logged by its name.
+
+    Args:
+        rewards: Functions, classes, names, or ``(weight, function)`` pairs. None gives an empty set. Classes are
+            made at the first call, in a thread, since they may load a model.
+    """
+
+    NAMED = ("turns", "calls", "row")
+
+    def __init__(self, rewards: Any) -> None:
+        entries = rewards if isinstance(rewards, (list, tuple)) and not _is_pair(rewards) else [rewards]
+        self.parts: list[tuple[str, float, RewardFunction]] = []
+        for entry in entries:
+            if entry is None:
+                continue
+            weight, function = entry if _is_pair(entry) else (1.0, entry)
+            function = _find(function)
+            name = _name(function)
+            same = sum(taken == name or taken.startswith(f"{name}_") for taken, _, _ in self.parts)
+            self.parts.append((f"{name}_{same + 1}" if same else name, float(weight), function))
+
+    async def __call__(self, text: str, answer: Any, **named: Any) -> dict[str, float]:
+        """The weighted parts by name.
+
+        Args:
+            text: The model's final text.
+            answer: The task's answer.
+            **named: What functions may ask for by name, of :attr:`NAMED`.
+
+        Raises:
+            EnvError: A function returned something that is not a finite number or a dict of them.
+        """
+        result: dict[str, float] = {}
+        for name, weight, function in self.parts:
+            if inspect.isclass(function):
+                made = _instances.get(function)
+                function = await run_blocking(_instance, function) if made is None else made
+            value = await _call(function, text, answer, named)
+            for part, number in (value if isinstance(value, dict) else {name: value}).items():
+                result[part] = result.get(part, 0.0) + weight * _finite(number, name)
+        return result
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], (int, float))
+
+
+async def _call(function: RewardFunction, text: str, answer: Any, named: dict[str, Any]) -> Any:
+    parameters = _parameters(function)
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
+    names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+    everything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    free = [p for p in positional if p.name not in named or p.kind is p.VAR_POSITIONAL]
+    arguments = (text, answer) if len(free) > 1 or any(p.kind is p.VAR_POSITIONAL for p in free) else (text,)
+    keywords = {k: v for k, v in named.items() if everything or k in names}
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        return await function(*arguments, **keywords)
+    value = await run_blocking(function, *arguments, **keywords)
+    return await value if inspect.isawaitable(value) else value
+
+
+def _finite(value: Any, name: str) -> float:
+    try:
+        number = float(value) if not isinstance(value, str) else math.nan
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise EnvError(f"reward {name!r} returned {value!r}; a finite number is expected.")
+    return number

@@ -1,0 +1,92 @@
+"""Rewards for mathematics: what the last boxed expression or number is worth."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+from typing import Any
+
+from agentrl.rewards.text import answers
+
+_BRACE = re.compile(r"\\(?:boxed|fbox) ?\{|[{}]")
+_NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?(?: ?/ ?\d+)?")
+_LATEX_NOISE = re.compile(
+    r"\\(?:left|right|displaystyle|,|;|!|:|quad|qquad| )"
+    r"|\\(?:text|mathrm)\s*\{[^{}]*\}"
+    r"|\^\s*\\circ|\^\s*\{\s*\\circ\s*\}"
+    r"|[$~\s]"
+)
+_DECIMAL = re.compile(r"[-+]?(?:\d{1,40}\.?\d{0,40}|\.\d{1,40})(?:[eE][-+]?\d{1,3})?")
+_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
+_SHORT_FRACTION = re.compile(r"\\[dt]?frac(\d)(\d)")
+
+
+def math_answer(text: str, answer: Any) -> float:
+    """1.0 when the last ``\\boxed{...}`` of ``text``, or else its last number, equals the answer.
+
+    Numbers are compared as exact fractions (``1/2``, ``0.5``, ``\\frac{1}{2}``, ``50\\%``), where one has a
+    decimal point within a relative 1e-6; anything else as text after taking LaTeX spacing away.
+    """
+    given = boxed(text)
+    if given is None:
+        given = last_number(text)
+    if given is None:
+        return 0.0
+    return float(any(_same_value(given, boxed(gold) or gold) for gold in answers(answer)))
+
+
+def boxed(text: str) -> str | None:
+    """The content of the last ``\\boxed{...}`` with balanced braces; None when there is none."""
+    opened: list[int | None] = []  # per open brace: where its boxed content starts
+    last: tuple[int, int] | None = None
+    for match in _BRACE.finditer(text):
+        if match.group() == "}":
+            start = opened.pop() if opened else None
+            if start is not None and (last is None or start > last[0]):
+                last = (start, match.start())
+        else:
+            opened.append(match.end() if len(match.group()) > 1 else None)
+    return None if last is None else text[last[0] : last[1]]
+
+
+def last_number(text: str) -> str | None:
+    """The last number in ``text``, as written."""
+    last = None
+    for match in _NUMBER.finditer(text):
+        last = match.group()
+    return last
+
+
+def _same_value(given: str, gold: str) -> bool:
+    given, gold = _plain_math(given), _plain_math(gold)
+    if given == gold:
+        return bool(given)
+    left, right = _value(given), _value(gold)
+    if left is None or right is None:
+        return False
+    if "." in given or "." in gold:
+        return math.isclose(left, right, rel_tol=1e-6, abs_tol=1e-9)
+    return left == right
+
+
+def _plain_math(text: str) -> str:
+    text = _LATEX_NOISE.sub("", text.strip().rstrip(".")).replace("\\%", "%").replace("\\$", "")
+    text = _SHORT_FRACTION.sub(r"(\1)/(\2)", text)
+    for _ in range(4):  # innermost first
+        text = _FRACTION.sub(r"(\1)/(\2)", text)
+    if text.count("=") == 1 and len(text.split("=")[0]) <= 2:
+        text = text.split("=")[1]  # x=5
+    return text
+
+
+def _value(text: str) -> Fraction | None:
+    text = re.sub(r"(?<=\d),(?=\d{3}(?:\D|$))", "", text).replace("(", "").replace(")", "")
+    scale = Fraction(1, 100) if text.endswith("%") else Fraction(1)
+    parts = text.removesuffix("%").split("/")
+    if len(parts) > 2 or any(not _DECIMAL.fullmatch(part) for part in parts):
+        return None
+    numbers = [Fraction(part.removesuffix(".")) for part in parts]
+    if len(numbers) == 2:
+        return None if numbers[1] == 0 else scale * numbers[0] / numbers[1]
+    return scale * numbers[0]
