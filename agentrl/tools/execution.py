@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 import json
 import logging
-import re
+import reprlib
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,13 +17,15 @@ import numpy as np
 from agentrl.errors import EnvError, InfraError
 from agentrl.tools.base import FunctionTool, Tool, ToolError, ToolErrorType, ToolResult
 from agentrl.tools.parsers import clean_text
-from agentrl.tools.threads import contained, run_blocking
+from agentrl.tools.redaction import redact
+from agentrl.tools.threads import MAX_THREADS, contained, ordinary, run_blocking
 from agentrl.tools.validation import validate
 from agentrl.types import ToolCall
 
 logger = logging.getLogger(__name__)
 
-_PATH = re.compile(r"(?:/[\w.@+-]+){2,}/?")
+MAX_ERROR = 2000
+"""Characters of an error that a tool words itself."""
 
 
 async def run_calls(
@@ -100,7 +104,7 @@ async def run_call(call: ToolCall, tools: Mapping[str, Tool], *, timeout: float)
         raise
     except Exception as error:
         _log_failure(call, error)
-        result = _failed(ToolError(f"{call.name}: {_short(error)}", ToolErrorType.EXECUTION))
+        result = _failed(ToolError(f"{call.name[:64]}: {_short(error)}", ToolErrorType.EXECUTION))
     if result.error is not None and result.error.type is ToolErrorType.UNAVAILABLE:
         raise InfraError(f"tool {call.name!r} is unavailable: {result.error.message}")
     return result
@@ -132,7 +136,8 @@ async def _close(tool: Tool, timeout: float) -> None:
 
 
 async def _call_within(tool: Tool, arguments: dict[str, Any], seconds: float) -> Any:
-    task = asyncio.ensure_future(_start(tool, arguments))
+    started = threading.Event()
+    task = asyncio.ensure_future(_start(tool, arguments, started.set))
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
     except asyncio.CancelledError:
@@ -142,17 +147,31 @@ async def _call_within(tool: Tool, arguments: dict[str, Any], seconds: float) ->
         # Not awaited: code that swallows cancellation must not hold up the episode.
         task.cancel()
         task.add_done_callback(_retrieve)
+        if not started.is_set():
+            raise InfraError(
+                f"no thread was free for tool {tool.name!r} within {seconds:g} s: {MAX_THREADS} blocking calls run "
+                "already. Make slow tools async, give them shorter timeouts, or run fewer episodes at once."
+            )
         raise ToolError(f"{tool.name} took longer than {seconds:g} s", ToolErrorType.TIMEOUT)
     if task.cancelled():
         raise ToolError(f"{tool.name} was cancelled", ToolErrorType.EXECUTION)
+    error = task.exception()
+    if error is not None:
+        raise ordinary(error)
     return task.result()
 
 
-async def _start(tool: Tool, arguments: dict[str, Any]) -> Any:
+async def _start(tool: Tool, arguments: dict[str, Any], started: Callable[[], object]) -> Any:
     function: Callable[..., Any] = tool.function if isinstance(tool, FunctionTool) else type(tool).__call__
     if inspect.iscoroutinefunction(function):
+        started()
         return await contained(tool(**arguments))
-    value = await run_blocking(tool, **arguments)
+
+    def call() -> Any:
+        started()
+        return tool(**arguments)
+
+    value = await run_blocking(call)
     return await contained(value) if inspect.isawaitable(value) else value
 
 
@@ -167,15 +186,24 @@ def _as_result(value: Any, name: str) -> ToolResult:
             raise EnvError(
                 f"tool {name!r} returned an observation of type {type(value.observation).__name__}; str is expected."
             )
+        if value.error is not None and not isinstance(value.error, ToolError):
+            raise EnvError(
+                f"tool {name!r} returned an error of type {type(value.error).__name__}; ToolError is expected."
+            )
         return value
     if isinstance(value, (str, int, float, np.generic)):
         return ToolResult(str(value))
-    if isinstance(value, (dict, list)):
+    if hasattr(value, "model_dump") and hasattr(type(value), "__pydantic_validator__"):
+        value = value.model_dump(mode="json")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    if isinstance(value, (dict, list, tuple)):
         return ToolResult(json.dumps(value, ensure_ascii=False, default=str))
     raise EnvError(f"tool {name!r} returned {type(value).__name__}; text, a number, JSON or a ToolResult is expected.")
 
 
 _logged: set[tuple[str, type[Exception]]] = set()
+_BRIEF = reprlib.Repr()  # arguments may be a megabyte long
 
 
 def _log_failure(call: ToolCall, error: Exception) -> None:
@@ -183,15 +211,18 @@ def _log_failure(call: ToolCall, error: Exception) -> None:
     kind = (call.name, type(error))
     level = logging.DEBUG if kind in _logged else logging.WARNING
     _logged.add(kind)
-    logger.log(level, "tool %r raised on %.200r", call.name, call.arguments, exc_info=error)
+    logger.log(level, "tool %r raised on %s", call.name, _BRIEF.repr(call.arguments), exc_info=error)
 
 
 def _failed(error: ToolError) -> ToolResult:
-    return ToolResult(str(error), error)
+    return ToolResult(clean_text(str(error))[:MAX_ERROR], error)
 
 
 def _short(error: Exception) -> str:
-    """Type and first line of an exception, without the paths of this machine."""
-    lines = str(error).strip().splitlines()
-    text = _PATH.sub("…", lines[0])[:200] if lines else ""
+    """Type and first line of an exception, without paths and secrets of this machine."""
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # an exception whose own text raises
+        lines = []
+    text = redact(lines[0]) if lines else ""
     return clean_text(f"{type(error).__name__}: {text}" if text else type(error).__name__)

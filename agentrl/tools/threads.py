@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import os
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
+
+from agentrl.errors import InfraError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -26,7 +31,8 @@ class DaemonPool:
     """A thread pool whose hung calls neither block the end of the process nor use up the pool.
 
     ``concurrent.futures`` joins its threads at exit, so one tool that never returns would keep the
-    process alive. Here a call that was given up no longer counts, up to ``max_threads`` of them.
+    process alive. Here a call that was given up no longer counts, up to ``max_threads`` of them. Python
+    cannot stop a thread, so each that hangs for good is lost; how many are is logged.
     """
 
     def __init__(self, max_threads: int) -> None:
@@ -38,9 +44,18 @@ class DaemonPool:
         self._given_up: set[Future[Any]] = set()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Runs ``call`` in a thread; the future carries its result or exception."""
+        """Runs ``call`` in a thread; the future carries its result or exception.
+
+        Raises:
+            InfraError: Every thread there may be is lost to a call that never returned.
+        """
         future: Future[T] = Future()
         with self._changed:
+            if len(self._given_up) >= 2 * self._max_threads:
+                raise InfraError(
+                    f"{len(self._given_up)} blocking calls of environments or tools never returned, and no thread is "
+                    "left. Give what they wait for a timeout."
+                )
             self._work.append((future, call))
             self._wake_a_thread()
         return future
@@ -52,6 +67,11 @@ class DaemonPool:
         with self._changed:
             if not future.done():
                 self._given_up.add(future)
+                lost = len(self._given_up)
+                if lost >= 16 and lost & (lost - 1) == 0:
+                    logger.warning(
+                        "%d blocking calls were given up and still run; what they wait for should have a timeout", lost
+                    )
                 if self._work:
                     self._wake_a_thread()
 
@@ -75,7 +95,7 @@ class DaemonPool:
             try:
                 result, error = call(), None
             except BaseException as raised:
-                result, error = None, _ordinary(raised)
+                result, error = None, ordinary(raised)
             with self._changed:
                 self._given_up.discard(future)
             if error is None:
@@ -85,7 +105,7 @@ class DaemonPool:
             del future, call, result, error  # an idle thread keeps nothing alive
 
 
-def _ordinary(error: BaseException) -> Exception:
+def ordinary(error: BaseException) -> Exception:
     """The error as one that may cross into a coroutine: ``SystemExit`` would end the event loop,
     ``StopIteration`` would be lost in it."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
@@ -99,26 +119,55 @@ def _ordinary(error: BaseException) -> Exception:
 # the calls they wait for apart, so that a full pool cannot wait for itself.
 _LEVEL: contextvars.ContextVar[int] = contextvars.ContextVar("agentrl_blocking_level", default=0)
 _pools: dict[int, DaemonPool] = {}
-_loop: asyncio.AbstractEventLoop | None = None
 _setup_lock = threading.Lock()
 
 
 def _forget_threads() -> None:
     """After a fork: the child has none of the parent's threads."""
-    global _loop, _setup_lock
+    global _setup_lock
     _pools.clear()
-    _loop = None
     _setup_lock = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_forget_threads)
 
 
+class _Call:
+    """A blocking call and the coroutines its thread waits for: giving it up ends them and frees the thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._awaited: set[Future[Any]] = set()
+        self._given_up = False
+
+    def awaits(self, future: Future[Any]) -> None:
+        with self._lock:
+            if not self._given_up:
+                self._awaited.add(future)
+                return
+        future.cancel()
+
+    def has(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._awaited.discard(future)
+
+    def give_up(self) -> None:
+        with self._lock:
+            self._given_up = True
+            awaited = list(self._awaited)
+        for future in awaited:
+            future.cancel()
+
+
+_CALL: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("agentrl_blocking_call", default=None)
+
+
 async def run_blocking(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Runs ``function(*args, **kwargs)`` in a thread and waits for it without blocking the loop.
 
-    Context variables are copied into the thread. When the waiting task is cancelled the thread is
-    left to finish on its own: Python cannot stop it.
+    Context variables are copied into the thread. When the waiting task is cancelled, coroutines that the
+    function waits for (:func:`run_coroutine`) are cancelled too; a thread that hangs elsewhere is
+    left to finish on its own, since Python cannot stop it.
     """
     level = _LEVEL.get()
     with _setup_lock:
@@ -127,12 +176,46 @@ async def run_blocking(function: Callable[..., T], *args: Any, **kwargs: Any) ->
         pool = _pools[level]
     context = contextvars.copy_context()
     context.run(_LEVEL.set, level + 1)
+    call = _Call()
+    context.run(_CALL.set, call)
     future = pool.submit(lambda: context.run(function, *args, **kwargs))
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
         pool.give_up(future)
+        call.give_up()
         raise
+
+
+class LoopThread:
+    """An event loop in a daemon thread of its own, started when first used, and again after a fork."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        self._lock, self._loop = threading.Lock(), None
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs a coroutine on the loop."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(contained(coroutine), self._loop)
+
+    def runs_here(self) -> bool:
+        """Whether the caller is code on this loop, which must not wait for the loop."""
+        try:
+            return asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            return False
+
+
+_background = LoopThread("agentrl-loop")
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -140,14 +223,28 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
 
     Works with or without a running loop in the calling thread. One loop serves all callers, so that
     clients a coroutine keeps open between calls stay on the loop they were made on.
+
+    Raises:
+        RuntimeError: The caller is itself a coroutine on that loop and would wait for itself.
     """
-    loop = _background_loop()
-    future = asyncio.run_coroutine_threadsafe(contained(coroutine), loop)
+    if _background.runs_here():
+        name = coroutine.__qualname__
+        coroutine.close()
+        raise RuntimeError(
+            f"async code called the blocking form of {name} and would wait for itself: await the async form."
+        )
+    future = _background.submit(coroutine)
+    call = _CALL.get()
+    if call is not None:
+        call.awaits(future)
     try:
         return future.result()
     except BaseException:
         future.cancel()  # KeyboardInterrupt in the caller must not leave the coroutine running
         raise
+    finally:
+        if call is not None:
+            call.has(future)
 
 
 async def contained(awaitable: Awaitable[T]) -> T:
@@ -155,14 +252,4 @@ async def contained(awaitable: Awaitable[T]) -> T:
     try:
         return await awaitable
     except SystemExit as error:
-        raise _ordinary(error) from error
-
-
-def _background_loop() -> asyncio.AbstractEventLoop:
-    global _loop
-    with _setup_lock:
-        if _loop is None:
-            loop = asyncio.new_event_loop()
-            threading.Thread(target=loop.run_forever, name="agentrl-loop", daemon=True).start()
-            _loop = loop
-        return _loop
+        raise ordinary(error) from error

@@ -33,6 +33,8 @@ def validate(
     Raises:
         ToolError: Of type ``invalid_arguments``; names the argument, what was given and what is expected.
     """
+    if not isinstance(arguments, Mapping):
+        raise ToolError(f"{tool}: the arguments must be an object.", ToolErrorType.INVALID_ARGUMENTS)
     properties = schema.get("properties", {})
     problems: list[str] = []
     if schema.get("additionalProperties") is False:

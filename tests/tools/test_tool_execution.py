@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import subprocess
 import sys
 import threading
 import time
 
+import pydantic
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agentrl.errors import EnvError, InfraError
-from agentrl.tools import Tool, ToolError, ToolResult, close_tools, run_calls, tool
+from agentrl.tools import Tool, ToolError, ToolResult, close_tools, run_calls, threads, tool
+from agentrl.tools.parsers import HermesParser
 from agentrl.tools.threads import DaemonPool, run_blocking, run_coroutine
 from agentrl.types import ToolCall
 
@@ -332,3 +338,226 @@ def test_tools_of_an_episode_are_closed_and_shared_ones_are_not(caplog):
     assert time.monotonic() - started < 1.5
     assert "closing tool 'b': OSError: no" in caplog.text
     assert "closing tool 'c'" in caplog.text
+
+
+def test_giving_up_a_blocking_call_ends_the_coroutine_it_waits_for():
+    ended, inner = threading.Event(), threading.Event()
+
+    async def hang() -> None:
+        inner.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    async def main() -> None:
+        task = asyncio.ensure_future(run_blocking(lambda: run_coroutine(hang())))
+        await asyncio.to_thread(inner.wait, 5)
+        task.cancel()
+        await asyncio.wait({task})
+
+    asyncio.run(main())
+    assert ended.wait(5)
+
+
+def test_async_code_that_would_wait_for_itself_is_told():
+    async def inner() -> int:
+        return 1
+
+    async def outer() -> int:
+        return run_coroutine(inner())
+
+    with pytest.raises(RuntimeError, match="would wait for itself"):
+        run_coroutine(outer())
+
+
+def test_lost_threads_are_counted_and_their_end_is_an_infrastructure_error(caplog):
+    pool, release = DaemonPool(8), threading.Event()
+    try:
+        for _ in range(16):
+            hung = pool.submit(release.wait)
+            while not hung.running():
+                time.sleep(0.001)
+            pool.give_up(hung)
+        assert "16 blocking calls were given up" in caplog.text
+        with pytest.raises(InfraError, match="no thread is left"):
+            pool.submit(release.wait)
+    finally:
+        release.set()
+
+
+def test_a_call_that_never_got_a_thread_is_not_the_tools_fault(monkeypatch):
+    monkeypatch.setattr(threads, "MAX_THREADS", 1)
+    monkeypatch.setattr(threads, "_pools", {})
+    with pytest.raises(InfraError, match="no thread was free for tool 'wait'"):
+        run([ToolCall("wait", {"seconds": 0.6})] * 2, wait, timeout=0.3)
+
+
+# -- whatever a model writes and a tool does --------------------------------------------------------
+
+
+@tool
+def take(text: str = "", number: int = 0, things: list[dict[str, float]] | None = None, any: object = None) -> str:
+    """Takes.
+
+    Args:
+        text: A text.
+        number: A number.
+        things: A list.
+        any: Anything.
+    """
+    return f"{len(text)} {number} {things} {len(repr(any))}"
+
+
+def deep(levels: int) -> object:
+    value: object = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"text": "x" * 2**20}, None),
+        ({"any": ["y" * 1000] * 1000}, None),
+        ({"number": "9" * 5000}, "must be an integer"),
+        ({"number": 10**5000}, "too many digits"),
+        ({"text": 10**5000}, "too many digits"),
+        ({"any": float("nan")}, "nan, which is not a number of JSON"),
+        ({"things": [{"a": float("inf")}]}, "inf, which is not a number of JSON"),
+        ({"text": "a\0b"}, "null character"),
+        ({"any": {"k\0": 1}}, "null character"),
+        ({"any": [["a\0b"]]}, "null character"),
+        ({"text": "\ud800"}, "lone surrogate"),
+        ({"\udfff": 1}, "unknown argument"),
+        ({"any": deep(100)}, "nested deeper than 64"),
+        ({"any": deep(100_000)}, "nested deeper than 64"),
+        ({"things": "[" * 100_000}, "must be a list"),
+        ({"things": '[{"a": NaN}]'}, "must be a list"),
+        ({"any": b"bytes"}, "bytes, which is not JSON"),
+        ({"text": ["x" * 2**20]}, "must be a string"),
+        ({"x" * 2**20: 1}, "unknown argument"),
+        ("text", "must be an object"),
+    ],
+)
+def test_extreme_arguments_are_taken_or_refused_in_short(arguments, message):
+    (result,) = run([ToolCall("take", arguments)], take)
+    if message is None:
+        assert result.error is None
+        return
+    assert result.error.type == "invalid_arguments"
+    assert message in result.observation
+    assert len(result.observation) < 600
+    result.observation.encode("utf-8")
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class Abort(BaseException):
+    pass
+
+
+RAISED = {
+    "path": FileNotFoundError(2, "No such file", "/home/someone/.ssh/id_rsa"),
+    "key": ValueError("401 for sk-abcdefghijklmnopqrstuvwx"),
+    "url": ValueError("cannot reach https://user:hunter22@host.example/x"),
+    "named": ValueError("api_key='abcdef123456' was refused"),
+    "bearer": ValueError("headers: Authorization: Bearer abcdef123456"),
+    "environment": ValueError("sent hunter2hunter2"),
+    "long": ValueError("x" * 2**20),
+    "surrogate": ValueError("\ud800"),
+    "unprintable": Unprintable(),
+    "recursion": RecursionError("maximum recursion depth exceeded"),
+    "memory": MemoryError(),
+    "abort": Abort(),
+    "group": BaseExceptionGroup("several", [Abort()]),
+    "generator": GeneratorExit(),
+}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("name", sorted(RAISED))
+def test_whatever_a_tool_raises_is_one_short_line_without_paths_and_secrets(name, asynchronous, monkeypatch):
+    monkeypatch.setenv("SOME_API_KEY", "hunter2hunter2")
+
+    @tool
+    def broken() -> str:
+        """Breaks."""
+        raise RAISED[name]
+
+    @tool(name="broken")
+    async def broken_async() -> str:
+        """Breaks."""
+        raise RAISED[name]
+
+    (result,) = run([ToolCall("broken", {})], broken_async if asynchronous else broken)
+    assert result.error.type == "execution"
+    assert len(result.observation) < 500 and "\n" not in result.observation
+    result.observation.encode("utf-8")
+    for hidden in ("/home", "id_rsa", "sk-abc", "hunter2", "abcdef123456", "Traceback"):
+        assert hidden not in result.observation
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=15,
+)
+
+
+@given(
+    name=st.sampled_from(["take", "tak", ""]) | st.text(max_size=10),
+    arguments=st.dictionaries(
+        st.sampled_from(["text", "number", "things", "any"]) | st.text(max_size=5), JSON, max_size=5
+    ),
+)
+@settings(max_examples=200, deadline=None)
+def test_nothing_a_model_writes_raises(name, arguments):
+    (result,) = run([ToolCall(name, arguments)], take)
+    result.observation.encode("utf-8")
+    assert len(result.observation) < 2000
+
+
+@given(text=st.text(max_size=80) | st.builds("<tool_call>{}</tool_call>".format, JSON.map(lambda v: json.dumps(v))))
+@settings(max_examples=200, deadline=None)
+def test_nothing_in_a_turn_raises(text):
+    calls = HermesParser().parse(text).tool_calls
+    for result in run(calls, take):
+        result.observation.encode("utf-8")
+
+
+def test_results_of_other_kinds():
+    @dataclasses.dataclass
+    class Row:
+        name: str
+
+    class Model(pydantic.BaseModel):
+        n: int
+
+    values = {"row": Row("a"), "model": Model(n=1), "tuple": (1, "b")}
+
+    @tool
+    def give(what: str) -> object:
+        """Gives.
+
+        Args:
+            what: Which.
+        """
+        return values[what]
+
+    texts = [run([ToolCall("give", {"what": what})], give)[0].observation for what in values]
+    assert texts == ['{"name": "a"}', '{"n": 1}', '[1, "b"]']
+
+
+def test_an_error_that_is_none_is_the_authors_fault():
+    @tool
+    def wrong() -> ToolResult:
+        """Wrong."""
+        return ToolResult(error="text")
+
+    with pytest.raises(EnvError, match="ToolError is expected"):
+        run([ToolCall("wrong", {})], wrong)

@@ -1,0 +1,36 @@
+"""What a model is not told about the machine it runs on: paths, keys and passwords."""
+
+from __future__ import annotations
+
+import os
+import re
+
+MAX_LENGTH = 300
+"""Characters of a text that are looked at and kept."""
+
+_PATH = re.compile(r"(?:file://)?(?<![\w.:/])(?:/[\w.@+~-]+){2,}/?")
+_SECRET_NAME = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
+_SECRET = re.compile(
+    r"\b(?:sk|pk|rk)-[\w-]{16,}|\bgh[a-z]_\w{20,}|\bhf_\w{20,}|\bxox[a-z]-[\w-]{10,}|\bAKIA[A-Z0-9]{16}|\bAIza[\w-]{30,}"
+    r"|\beyJ[\w-]{10,}\.[\w-]+\.[\w-]*"  # a JSON web token
+    r"|(?<=://)[^/\s@]+(?=@)"  # user and password in a URL
+)
+_NAMED = re.compile(
+    r"""((?:api[_-]?key|access[_-]?key|token|secret|passw(?:or)?d|authorization|bearer)["']?\s*[=: ]\s*["']?)"""
+    r"""(?:bearer\s+)?[^\s"'&,;]{6,}""",
+    re.IGNORECASE,
+)
+
+
+def redact(text: str) -> str:
+    """``text``, shortened, without file paths of this machine and without what looks like a secret.
+
+    Secrets are values of environment variables whose names say so, keys in the forms that services give out,
+    passwords in URLs, and what stands after words such as ``api_key=``.
+    """
+    text = text[: 4 * MAX_LENGTH]
+    for name, value in os.environ.items():
+        if len(value) >= 8 and value in text and _SECRET_NAME.search(name):
+            text = text.replace(value, "[secret]")
+    text = _NAMED.sub(r"\1[secret]", _SECRET.sub("[secret]", text))
+    return _PATH.sub("…", text)[:MAX_LENGTH]
