@@ -18,6 +18,7 @@ BUILT_IN = {
     "search": "agentrl.envs.search:SearchEnv",
     "multi_agent": "agentrl.envs.multi_agent:HintGameEnv",
     "textgame": "agentrl.envs.textgame:TextGameEnv",
+    "service": "agentrl.envs.service:ServiceEnv",
 }
 """Built-in environments: name to entry point, imported when first made."""
 

@@ -46,7 +46,7 @@ class TextGameEnv(Env):
         [...]
     """
 
-    max_turns = 24
+    max_turns = 20
     call_format = "none"
 
     def __init__(
