@@ -40,10 +40,10 @@ class TextGameEnv(Env):
     Example:
         >>> env = TextGameEnv(difficulty="easy")
         >>> print(env.reset(options={"split": "test", "index": 0})[0])
-        Goal: find the golden candle and take it.
-        ...
-        >>> [env.step(command)[1] for command in env.solution()]
-        [...]
+        Goal: find the iron mirror and take it.
+        Vault. Exits: east, west. You see: shell.
+        >>> env.step("open chest")[:2]
+        ('There is no chest here.', 0.0)
     """
 
     max_turns = 20
