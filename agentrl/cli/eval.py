@@ -11,7 +11,11 @@ INTRO = """\
 Evaluate an agent on held-out tasks, greedily unless told otherwise.
 
   agentrl eval --env search --hf-checkpoint MODEL --limit 100
-  agentrl eval --run runs/NAME                                a training run's newest checkpoint"""
+  agentrl eval --run runs/NAME                                a training run's newest checkpoint
+  agentrl eval --env search --base-url http://HOST:PORT/v1    any OpenAI-compatible server
+
+The same command with the same --output-dir goes on where it stopped. Exit code 0: every episode was played and
+scored; 1: not all were, the rest is left to a rerun; 2: a wrong flag."""
 
 
 def usage(argv: Sequence[str]) -> str:
@@ -24,8 +28,8 @@ def usage(argv: Sequence[str]) -> str:
 def run(argv: Sequence[str]) -> int:
     """Evaluate; returns the exit code."""
     config = load_eval_config(argv)
-    require("eval", ENGINES)
+    if config.base_url is None and not config.rescore:
+        require("eval", ENGINES)
     from agentrl.evaluation.run import evaluate
 
-    evaluate(config)
-    return 0
+    return evaluate(config)

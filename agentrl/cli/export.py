@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.config.load import load_options
-from agentrl.config.schema import Count
 from agentrl.config.values import PathText
 from agentrl.errors import ConfigError
 
@@ -24,8 +23,8 @@ class ExportOptions:
     """Training run whose checkpoint is exported."""
     output_dir: PathText | None = None
     """Folder to write; it must not hold anything yet."""
-    step: Count | None = None
-    """Checkpoint to take, by its number of rollouts; unset: the newest."""
+    checkpoint: str = "newest"
+    """Checkpoint to take: `newest`, `best` (see --best-metric of training), or its number of rollouts."""
 
 
 def usage(argv: Sequence[str]) -> str:
@@ -40,8 +39,10 @@ def run(argv: Sequence[str]) -> int:
     given = load_options(ExportOptions, argv)
     if given.run is None or given.output_dir is None:
         raise ConfigError("agentrl export needs --run RUN and --output-dir DIR.")
+    if given.checkpoint not in ("newest", "best") and not given.checkpoint.isdecimal():
+        raise ConfigError(f"--checkpoint: expected newest, best or a number of rollouts, got {given.checkpoint!r}")
     from agentrl.trainer.export import export
 
-    export(given.run, given.output_dir, step=given.step)
+    export(given.run, given.output_dir, checkpoint=given.checkpoint)
     print(f"wrote {given.output_dir}")
     return 0

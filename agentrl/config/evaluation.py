@@ -40,7 +40,8 @@ class TrainingEvaluationOptions:
     """Evaluate on the held-out split of the environment that is trained on too."""
     best_metric: str | None = None
     """Metric of an evaluation by which the best checkpoint is kept beside the newest ones, such as
-    `eval/search/success`; the larger the better. Needs --eval-interval. Unset: none is."""
+    `eval/search/success`; the larger the better. A checkpoint is then written at each evaluation. Unset: none is kept
+    for that."""
 
 
 @dataclass(frozen=True, kw_only=True)

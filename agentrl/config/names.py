@@ -52,6 +52,7 @@ RENAMED = {
     "task-ids": ("--task-id",),
     "time-limit": ("--eval-time-limit",),
     "num-trials": "--n-samples-per-eval-prompt",
+    "step": ("--checkpoint",),
     "resume": ("--load", "--output-dir"),
     "disable-grpo-std-normalization": "--no-grpo-std-normalization",
     "env-args": "--env-arg",

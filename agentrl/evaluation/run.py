@@ -1,169 +1,257 @@
-"""``agentrl eval``: held-out tasks with a model, on engines of its own. Needs no Ray, no Megatron, no torch here."""
+"""``agentrl eval``: held-out tasks with a model, on engines of its own or behind a server.
+
+Needs no Ray and no Megatron, and nothing heavy at all when a server has the model.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-from collections.abc import Coroutine
+import sys
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 from agentrl.config.schema import EvalConfig
-from agentrl.data.files import JsonLines, finite, write_text
+from agentrl.config.serialize import run_folder_of
+from agentrl.data.files import JsonLines
 from agentrl.data.records import to_record
 from agentrl.data.rundir import RunDir
-from agentrl.errors import AgentRLError
-from agentrl.evaluation.heldout import HeldOutSet, held_out_sets, run_set
-from agentrl.evaluation.metrics import EvalSummary
+from agentrl.errors import ConfigError
+from agentrl.evaluation.heldout import HeldOutSet, held_out_sets
+from agentrl.evaluation.metrics import EvalSummary, by_episode, is_error, summarize
+from agentrl.evaluation.play import Admission, plan, play_set
+from agentrl.evaluation.policy import described, model_folder, model_identity, open_policy
+from agentrl.evaluation.record import identity, refuse_other
+from agentrl.evaluation.report import Report, warnings_before
+from agentrl.evaluation.results import SUMMARY, TRAJECTORIES, read_episodes, read_summaries
 from agentrl.process import terminate_on_sigterm, write_log_to
 from agentrl.progress import Progress, shown
-from agentrl.rollout.setup import engine_spec, episode_limits, eval_params, make_env, scratch
+from agentrl.rollout.setup import scratch
 from agentrl.types import Trajectory
 from agentrl.warden import Warden
 
+IDENTITY = "evaluation"
+"""Key of ``run.json`` that holds what is evaluated."""
 
-def evaluate(cfg: EvalConfig) -> dict[str, EvalSummary]:
-    """Evaluate and report; returns the summaries by set name.
 
-    Writes ``summary.json`` and ``trajectories.jsonl`` (one line an episode, written as it ends) into the
-    run folder.
+def evaluate(cfg: EvalConfig) -> int:
+    """Evaluate, or go on with the evaluation in ``--output-dir``, and report.
+
+    Writes ``trajectories.jsonl`` (a line an episode, as it ends), ``summary.json`` and ``run.json`` into the folder.
+
+    Returns:
+        The exit code: 0 when all episodes were played and scored (but for the share that ``--fail-on-error`` allows),
+        1 otherwise; the same command then goes on where this one stopped.
 
     Raises:
         AgentRLError: with one message for a person; no process is left by then.
     """
+    if cfg.rescore:
+        from agentrl.evaluation.rescore import rescore
+
+        return rescore(cfg)
     model = model_folder(cfg)
     sets = held_out_sets(cfg, split=cfg.split)
-    with (
-        RunDir.create(cfg) as run,
-        Progress(f"agentrl eval · {run.path.name}", 0) as progress,
-        Warden() as warden,
-        scratch(warden),
-    ):
+    what = identity(cfg, sets, model_identity(cfg, model))
+    with contextlib.ExitStack() as stack:
+        run = stack.enter_context(_open_folder(cfg, what))
+        console = Console(stderr=True, highlight=False) if cfg.json else None
+        progress = stack.enter_context(Progress(f"agentrl eval · {run.path.name}", 0, console=console))
         write_log_to(run.logs / "driver.log", cfg.log_level)
-        progress.log(Text(f"run folder  {run.path}\nmodel       {model}"))
-        summaries = asyncio.run(_until_sigterm(_evaluate(cfg, model, sets, run, progress)))
-        write_text(
-            run.path / "summary.json",
-            json.dumps(finite({name: summary.to_dict() for name, summary in summaries.items()}), indent=2) + "\n",
-        )
-        progress.log(summary_table(summaries))
-        progress.log(Text(f"every episode is in {shown(run.path / 'trajectories.jsonl')}"))
-        refuse_if_unscored(summaries)
-    return summaries
+        session = Session(cfg, sets, run, progress, warnings=warnings_before(cfg, sets))
+        progress.log(Text(f"run folder  {run.path}\nmodel       {described(cfg, model)}"))
+        for warning in session.warnings:
+            progress.log(Text(f"warning: {warning}", style="bold red"))
+        if session.remaining():
+            temporary = stack.enter_context(contextlib.ExitStack())
+            temporary.enter_context(scratch(temporary.enter_context(Warden())))
+            session.play(model)
+        return session.report(model)
 
 
-def refuse_if_unscored(summaries: dict[str, EvalSummary]) -> None:
-    """Raises AgentRLError when a set has no score, so that a script does not take its absence for one."""
-    for name, summary in summaries.items():
-        if not summary.success.n:
-            reasons = ", ".join(f"{reason} {count}" for reason, count in summary.stop_reasons.items())
-            raise AgentRLError(
-                f"{name}: not one of {summary.errors} episodes could be scored ({reasons}); their errors are in "
-                "trajectories.jsonl of the run folder"
+def _open_folder(cfg: EvalConfig, what: dict[str, Any]) -> RunDir:
+    """A new run folder, or the one of an earlier start of the same evaluation.
+
+    Raises:
+        ConfigError: the folder holds a training run, or an evaluation of something else; the text says of what.
+    """
+    run = RunDir.reopen(cfg)
+    if run is None:
+        run = RunDir.create(cfg)
+        run.describe(**{IDENTITY: what})
+        return run
+    try:
+        before = run.description().get(IDENTITY)
+        if before is None and ((run.path / TRAJECTORIES).is_file() or run_folder_of(run.path) == run.path):
+            raise ConfigError(
+                f"--output-dir {cfg.output_dir} holds another run, not one that `agentrl eval` can go on with. Choose "
+                "another folder."
             )
+        refuse_other(before or what, what, Path(str(cfg.output_dir)))
+        run.start_again()
+        run.describe(**{IDENTITY: what})
+    except BaseException:
+        run.close()
+        raise
+    return run
+
+
+@dataclass
+class Session:
+    """One start of an evaluation: what is there of earlier ones, and what is added."""
+
+    cfg: EvalConfig
+    sets: Sequence[HeldOutSet]
+    run: RunDir
+    progress: Progress
+    warnings: list[str] = field(default_factory=list)
+    stopped: str | None = None
+
+    def __post_init__(self) -> None:
+        self._earlier = {name: s.get("seconds") or 0.0 for name, s in read_summaries(self.run.path / SUMMARY).items()}
+        self._seconds = dict.fromkeys((s.name for s in self.sets), 0.0)
+        self._ended = self._kept()
+        self._planned = {s.name: plan(s, self.cfg.n_samples_per_eval_prompt) for s in self.sets}
+
+    def _kept(self) -> dict[str, list[Trajectory]]:
+        """Set -> trajectories of earlier starts; episodes that failed for reasons of infrastructure are played again.
+
+        The file is rewritten without those, in one step.
+        """
+        file = self.run.path / TRAJECTORIES
+        if not file.is_file():
+            return {s.name: [] for s in self.sets}
+        kept, lost = {}, 0
+        for name, trajectories in read_episodes(file).items():
+            episodes = by_episode(trajectories)
+            kept[name] = [t for e in episodes if not is_error(e) for t in e]
+            lost += len(trajectories) - len(kept[name])
+        if lost:
+            rewrite(file, kept)
+        return {s.name: kept.get(s.name, []) for s in self.sets}
+
+    def _done(self, name: str) -> set[str]:
+        return {t.episode_id for t in self._ended[name]}
+
+    def remaining(self) -> int:
+        """Episodes that are still to be played."""
+        return sum(len({p.episode_id for p in self._planned[s.name]} - self._done(s.name)) for s in self.sets)
+
+    def play(self, model: str | None) -> None:
+        """Play what remains. Whatever happens, what was played is in the folder, with a summary.
+
+        Raises:
+            AgentRLError: engines did not start, or cannot answer any more.
+            KeyboardInterrupt: after the same cleaning up.
+        """
+        before = sum(map(len, self._ended.values()))
+        if before:
+            self.progress.log(Text(f"{before} episodes are there already, {self.remaining()} remain"))
+        self.stopped = "it was interrupted"
+        try:
+            asyncio.run(_until_sigterm(self._play(model)))
+        except BaseException:
+            if sum(map(len, self._ended.values())) > before:
+                self.summary(model).write(self.run.path / SUMMARY)
+                self.progress.log(Text(f"stopped early; the same command with --output-dir {self.folder} goes on"))
+            raise
+
+    async def _play(self, model: str | None) -> None:
+        cfg = self.cfg
+        limit = cfg.eval_time_limit
+        admission = Admission(None if limit is None else time.monotonic() + limit)
+        lines = JsonLines(self.run.path / TRAJECTORIES)
+        total, done = sum(map(len, self._planned.values())), len(set().union(*map(self._done, self._ended)))
+        self.progress.stage("starting engines" if model is not None else "connecting to the server")
+        try:
+            async with open_policy(cfg, model, logs=self.run.logs) as policy:
+                for held_out in self.sets:
+                    self.progress.stage(f"evaluating {held_out.name} ({held_out.split})")
+                    began = time.monotonic()
+
+                    def on_episode(trajectories: Sequence[Trajectory], name: str = held_out.name) -> None:
+                        nonlocal done
+                        lines.append(*(to_record(t, set_name=name) for t in trajectories))
+                        self._ended[name] += trajectories
+                        done += 1
+                        self.progress.counted(done, total)
+
+                    try:
+                        await play_set(
+                            cfg, held_out, policy, done=self._done(held_out.name), admission=admission,
+                            on_episode=on_episode,
+                        )  # fmt: skip
+                    finally:
+                        self._seconds[held_out.name] += time.monotonic() - began
+                self.stopped = admission.reason
+                self.warnings += policy.notes
+        finally:
+            lines.sync()
+            lines.close()
+
+    @property
+    def folder(self) -> str:
+        """The run folder as a person would type it."""
+        return shown(self.run.path)
+
+    def summary(self, model: str | None) -> Report:
+        """The report of what has ended so far, of all starts."""
+        return Report(
+            self._summaries(),
+            model=described(self.cfg, model),
+            folder=str(self.run.path),
+            warnings=self.warnings,
+            stopped=self.stopped,
+        )
+
+    def _summaries(self) -> dict[str, EvalSummary]:
+        found = {}
+        for held_out in self.sets:
+            name = held_out.name
+            seconds = self._seconds[name] + self._earlier.get(name, 0.0)
+            planned = len(self._planned[name])
+            found[name] = summarize(name, held_out.split, self._ended[name], seconds, planned=planned)
+        return found
+
+    def report(self, model: str | None) -> int:
+        """Write the summary, show the tables, return the exit code."""
+        report = self.summary(model)
+        report.write(self.run.path / SUMMARY)
+        for part in report.tables():
+            self.progress.log(part)
+        self.progress.log(Text(f"every episode is in {shown(self.run.path / TRAJECTORIES)}"))
+        shortcomings = report.shortcomings(self.cfg.fail_on_error)
+        for line in shortcomings:
+            self.progress.log(Text(line, style="bold red"))
+        if shortcomings:
+            self.progress.log(Text(f"incomplete: the same command with --output-dir {self.folder} goes on"))
+        if self.cfg.json:
+            sys.stdout.write(report.to_json() + "\n")
+            sys.stdout.flush()
+        return 1 if shortcomings else 0
+
+
+def rewrite(file: Path, sets: dict[str, list[Trajectory]]) -> None:
+    """Replace a ``trajectories.jsonl`` by these episodes, whole or not at all."""
+    partial = file.with_name(f".{file.name}.partial")
+    partial.unlink(missing_ok=True)
+    lines = JsonLines(partial)
+    try:
+        for name, trajectories in sets.items():
+            for trajectory in trajectories:
+                lines.append(to_record(trajectory, set_name=name))
+        lines.sync()
+    finally:
+        lines.close()
+    partial.replace(file)
 
 
 async def _until_sigterm(work: Coroutine[Any, Any, Any]) -> Any:
     with terminate_on_sigterm():
         return await work
-
-
-def model_folder(cfg: EvalConfig) -> str:
-    """The HF folder to serve: ``--hf-checkpoint``, or that of the newest checkpoint of ``--run``.
-
-    Raises:
-        CheckpointError: the run has no complete checkpoint.
-    """
-    if cfg.run is None:
-        return str(cfg.hf_checkpoint)
-    from agentrl.trainer.checkpoint import CheckpointStore
-
-    return str(CheckpointStore.open_run(cfg.run).hf_folder)
-
-
-async def _evaluate(
-    cfg: EvalConfig, model: str, sets: list[HeldOutSet], run: RunDir, progress: Progress
-) -> dict[str, EvalSummary]:
-    from agentrl.rollout.chat import ChatTemplate
-    from agentrl.rollout.client import EngineClient
-    from agentrl.rollout.pool import EnginePool
-
-    pool = EnginePool(
-        engine_spec(cfg, model),
-        cfg.rollout_num_engines or 1,
-        log_dir=run.logs,
-        policy=cfg.router_policy,
-        host=cfg.host,
-        start_timeout=cfg.engine_timeout,
-        health_interval=cfg.rollout_health_check_interval,
-        health_timeout=cfg.rollout_health_check_timeout,
-    )
-    lines = JsonLines(run.path / "trajectories.jsonl")
-    try:
-        progress.stage("starting engines")
-        await pool.start()
-        chat = ChatTemplate(model)
-        async with EngineClient(pool.router_url, pool.router_key) as client:
-            return {held_out.name: await _one_set(cfg, held_out, client, chat, lines, progress) for held_out in sets}
-    finally:
-        with contextlib.suppress(AgentRLError):
-            await asyncio.shield(pool.stop())
-        lines.close()
-
-
-async def _one_set(
-    cfg: EvalConfig, held_out: HeldOutSet, client: Any, chat: Any, lines: JsonLines, progress: Progress
-) -> EvalSummary:
-    from agentrl.rollout.worker import EpisodeRunner
-
-    total = len(held_out.tasks) * cfg.n_samples_per_eval_prompt
-    progress.stage(f"evaluating {held_out.name} ({held_out.split})")
-    ended: list[Trajectory] = []
-
-    def on_episode(trajectory: Trajectory) -> None:
-        ended.append(trajectory)
-        lines.append(to_record(trajectory))
-        progress.counted(len(ended), total)
-
-    runner = EpisodeRunner(
-        lambda: make_env(held_out.spec, held_out.kwargs, tool_timeout=cfg.tool_timeout),
-        client,
-        chat,
-        eval_params(cfg),
-        episode_limits(cfg),
-        cfg.rollout_concurrency,
-        generate=cfg.custom_generate_function_path,
-    )
-    try:
-        summary, _ = await run_set(
-            runner, held_out, samples=cfg.n_samples_per_eval_prompt, tag=f"eval-{held_out.name}", on_episode=on_episode
-        )
-    finally:
-        await runner.close()
-    return summary
-
-
-def summary_table(summaries: dict[str, EvalSummary]) -> Table:
-    """What ``agentrl eval`` prints: one column a set."""
-    table = Table(title="Held-out evaluation", title_justify="left")
-    table.add_column("")
-    for name, s in summaries.items():
-        table.add_column(f"{name} ({s.split})", justify="right")
-    rows = {
-        "success": lambda s: f"{s.success.mean:.1%}",
-        "95 % interval": lambda s: f"{s.success.low:.1%} – {s.success.high:.1%}",
-        "reward (± standard error)": lambda s: f"{s.reward.mean:.3f} ± {s.reward.stderr:.3f}",
-        "tasks": lambda s: str(s.success.n_tasks),
-        "episodes scored": lambda s: str(s.success.n),
-        "errors (not scored)": lambda s: str(s.errors),
-        "turns": lambda s: f"{s.turns:.1f}",
-        "tool calls": lambda s: f"{s.tool_calls:.1f}",
-        "tokens generated": lambda s: f"{s.tokens:.0f}",
-        "truncated": lambda s: f"{s.truncation_rate:.1%}",
-    }
-    for label, cell in rows.items():
-        table.add_row(label, *(cell(s) for s in summaries.values()))
-    return table

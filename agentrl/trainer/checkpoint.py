@@ -9,6 +9,7 @@
         trainer/          weights, optimizer, scheduler, random state (see megatron/state.py)
         hf/               the model in Hugging Face form, for `agentrl eval --run` and `agentrl export`
       latest              the name of the newest checkpoint
+      best                step, metric and value of the best one, which is kept beside the newest
 
 A checkpoint is built as ``step_000010.tmp``, every file is flushed to the disk, the folder is renamed, and only
 then ``latest`` is replaced. A kill at any moment leaves the earlier checkpoints as they were, and a
@@ -23,7 +24,7 @@ import json
 import os
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +36,7 @@ MANIFEST = "manifest.json"
 ROLLOUT_STATE = "rollout.json"
 TRAINER_FOLDER = "trainer"
 HF_FOLDER = "hf"
+BEST = "best"
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -51,6 +53,15 @@ class RolloutState(Protocol):
 
     async def state(self) -> dict[str, Any]: ...
     async def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Best:
+    """The checkpoint with the best evaluation so far: its step, and the value of the metric that was looked at."""
+
+    step: int
+    metric: str
+    value: float
 
 
 @dataclass(frozen=True)
@@ -86,11 +97,12 @@ class CheckpointStore:
     # -- finding ----------------------------------------------------------------------------------
 
     @classmethod
-    def open_run(cls, path: str | Path) -> Checkpoint:
-        """The newest complete checkpoint of a run folder, or the checkpoint the path itself is.
+    def open_run(cls, path: str | Path, *, which: str = "newest") -> Checkpoint:
+        """A complete checkpoint of a run folder, or the checkpoint the path itself is.
 
         Args:
             path: a run folder, its ``checkpoints`` folder, or one ``step_*`` folder.
+            which: ``newest``, ``best``, or a number of rollouts; of a ``step_*`` folder, only ``newest`` makes sense.
 
         Raises:
             CheckpointError: there is none that is complete; the text says which were looked at and why
@@ -100,8 +112,13 @@ class CheckpointStore:
         if not path.is_dir():
             raise CheckpointError(f"run folder {path}: no such folder; give a run folder or one of its checkpoints")
         if _NAME.fullmatch(path.name):
+            if which != "newest":
+                raise CheckpointError(f"{path} is one checkpoint; to choose {which!r}, give the run folder")
             return cls(path.parent).open(path.name)
-        return cls(_folder_of(path)).newest()
+        store = cls(_folder_of(path))
+        if which == "newest":
+            return store.newest()
+        return store.best() if which == "best" else store.open(_name(int(which)))
 
     def newest(self) -> Checkpoint:
         """The newest checkpoint whose every file is there and has the checksum of its manifest.
@@ -122,6 +139,35 @@ class CheckpointStore:
         raise CheckpointError(
             f"no complete checkpoint in {self.root} ({found}). Restore one from a copy, or start a new run"
         )
+
+    def best(self) -> Checkpoint:
+        """The checkpoint with the best evaluation so far (``--best-metric``).
+
+        Raises:
+            CheckpointError: none was kept, or it is damaged.
+        """
+        kept = self.best_so_far()
+        if kept is None:
+            raise CheckpointError(
+                f"{self.root} has no best checkpoint: the run was trained without --best-metric, or not evaluated yet. "
+                "Take the newest one, or one by its number"
+            )
+        return self.open(_name(kept.step))
+
+    def best_so_far(self) -> Best | None:
+        """What the pointer ``best`` says, or None when there is none.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        pointer = self.root / BEST
+        if not pointer.is_file():
+            return None
+        values = read_json(pointer)
+        try:
+            return Best(int(values["step"]), str(values["metric"]), float(values["value"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{pointer} cannot be read ({error!r}); remove it") from error
 
     def open(self, name: str) -> Checkpoint:
         """One checkpoint by its folder name.
@@ -161,6 +207,14 @@ class CheckpointStore:
         if checkpoint.path.parent.resolve() == self.root.resolve() and self.newest_step() != checkpoint.step:
             with storage_errors(self.root):
                 write_atomically(self.root / "latest", _name(checkpoint.step))
+
+    def mark_best(self, best: Best | None) -> None:
+        """Point to a checkpoint that is there as the best so far, or to none; an earlier one is kept no longer."""
+        with storage_errors(self.root):
+            if best is None:
+                (self.root / BEST).unlink(missing_ok=True)
+            else:
+                write_atomically(self.root / BEST, json.dumps(asdict(best)))
 
     async def save(self, step: int, *, trainer: TrainerState, rollout: RolloutState) -> Checkpoint:
         """Write a checkpoint of the whole run."""
@@ -213,7 +267,8 @@ class CheckpointStore:
         # Steps beyond the one just written are of an earlier attempt that --load went back from.
         older = [s for s in self.steps() if s != newest]
         abandoned = [s for s in older if s > newest]
-        outdated = [s for s in older if s < newest]
+        best = self.best_so_far()
+        outdated = [s for s in older if s < newest and (best is None or s != best.step)]
         for step in abandoned + outdated[: -(self.keep_last - 1) or None]:
             self._remove(step)
 

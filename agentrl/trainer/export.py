@@ -10,13 +10,13 @@ from agentrl.errors import CheckpointError, ConfigError
 from agentrl.trainer.checkpoint import CheckpointStore
 
 
-def export(run: str | Path, output_dir: str | Path, *, step: int | None = None) -> Path:
+def export(run: str | Path, output_dir: str | Path, *, checkpoint: str = "newest") -> Path:
     """Copy the model of a run's checkpoint; it is in the checkpoint already, so no Megatron is started.
 
     Args:
         run: run folder, or one checkpoint of it.
         output_dir: folder to make; the copy appears under this name only when it is complete.
-        step: checkpoint to take; None: the newest complete one.
+        checkpoint: ``newest`` (the newest complete one), ``best``, or a number of rollouts.
 
     Raises:
         ConfigError: ``output_dir`` holds something already.
@@ -25,15 +25,13 @@ def export(run: str | Path, output_dir: str | Path, *, step: int | None = None) 
     target = Path(output_dir)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"--output-dir {output_dir} holds something already; give a new folder")
-    checkpoint = CheckpointStore.open_run(run)
-    if step is not None and step != checkpoint.step:
-        checkpoint = CheckpointStore(checkpoint.path.parent).open(f"step_{step:06d}")
-    if not checkpoint.hf_folder.is_dir():
-        raise CheckpointError(f"{checkpoint.path} holds no model in Hugging Face form")
+    source = CheckpointStore.open_run(run, which=checkpoint)
+    if not source.hf_folder.is_dir():
+        raise CheckpointError(f"{source.path} holds no model in Hugging Face form")
     partial = target.with_name(target.name + ".partial")
     with storage_errors(target):
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(checkpoint.hf_folder, partial)
+        shutil.copytree(source.hf_folder, partial)
         if target.is_dir():
             target.rmdir()
         partial.rename(target)

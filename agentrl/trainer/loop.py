@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
 from agentrl.progress import Progress
+from agentrl.trainer.checkpoint import Best
 
 if TYPE_CHECKING:
     from agentrl.config.schema import Config
@@ -32,6 +35,7 @@ async def training_loop(
     """Train from rollout ``start`` to ``cfg.num_rollout``."""
     progress.stage("syncing weights")
     synced = await rollout.update_weights(trainer, start)
+    keep_best(cfg, checkpoints=checkpoints, run=run, progress=progress)
     evaluated = {evaluation["step"] for evaluation in run.evaluations()}
     if start not in evaluated and (start == 0 or due(start, cfg.eval_interval, cfg.num_rollout)) and cfg.eval_interval:
         await evaluate(rollout, start, run=run, progress=progress)
@@ -54,14 +58,17 @@ async def training_loop(
         version = step + 1
         # Before the checkpoint: what a checkpoint holds must be in the metrics, should the run die in between.
         report(version, generated.metrics | trained | synced, began, run=run, progress=progress)
-        if due(version, cfg.save_interval, cfg.num_rollout):
+        evaluates = due(version, cfg.eval_interval, cfg.num_rollout)
+        # What may turn out to be the best is saved before it is evaluated: after the sync the ranks are not free.
+        if due(version, cfg.save_interval, cfg.num_rollout) or (evaluates and cfg.best_metric):
             progress.stage("saving a checkpoint")
             await checkpoints.save(version, trainer=trainer, rollout=rollout)
 
         progress.stage("syncing weights")
         synced = await rollout.update_weights(trainer, version)
-        if due(version, cfg.eval_interval, cfg.num_rollout):
+        if evaluates:
             await evaluate(rollout, version, run=run, progress=progress)
+            keep_best(cfg, checkpoints=checkpoints, run=run, progress=progress)
 
 
 async def end_early(
@@ -77,10 +84,11 @@ async def end_early(
     """What the last rollout would have brought: an evaluation and a checkpoint, where they are not there yet."""
     if cfg.eval_interval and version not in {evaluation["step"] for evaluation in run.evaluations()}:
         await evaluate(rollout, version, run=run, progress=progress)
-    if cfg.save_interval and version and version != checkpoints.newest_step():
+    if (cfg.save_interval or cfg.best_metric) and version and version != checkpoints.newest_step():
         progress.stage("saving a checkpoint")
         await rollout.hold()  # the trainer's ranks are about to work together
         await checkpoints.save(version, trainer=trainer, rollout=rollout)
+    keep_best(cfg, checkpoints=checkpoints, run=run, progress=progress)
 
 
 def due(version: int, interval: int, total: int) -> bool:
@@ -107,16 +115,46 @@ async def evaluate(rollout: RolloutGroup, step: int, *, run: RunDir, progress: P
     run.log_evaluation(step, summaries)
 
 
+def keep_best(cfg: Config, *, checkpoints: CheckpointStore, run: RunDir, progress: Progress) -> None:
+    """Point to the checkpoint with the best evaluation; the earlier one of two equals.
+
+    Decided anew from what was logged each time, so that an interruption, or going back to an earlier checkpoint,
+    leaves it right.
+    """
+    if cfg.best_metric is None:
+        return
+    there, found = set(checkpoints.steps()), None
+    for evaluation in run.evaluations():
+        metrics: dict[str, float] = {}
+        for name, summary in evaluation["sets"].items():
+            metrics |= flatten_summary(name, summary)
+        value = metrics.get(cfg.best_metric)
+        if value is None or value != value or evaluation["step"] not in there:
+            continue
+        if found is None or value > found.value:
+            found = Best(evaluation["step"], cfg.best_metric, value)
+    if found != checkpoints.best_so_far():
+        checkpoints.mark_best(found)
+        if found is not None:
+            progress.log(Text(f"best checkpoint so far: step {found.step}, {found.metric} {found.value:.3f}"))
+
+
 SCALARS = ("turns", "tool_calls", "tokens", "truncation_rate", "errors", "seconds")
 
 
 def flatten_summary(name: str, summary: dict[str, Any]) -> dict[str, float]:
     """Scalars of a held-out summary as ``eval/<set>/<metric>``."""
-    values = {k: float(summary[k]) for k in SCALARS}
+    values = {k: summary[k] for k in SCALARS}
     for key in ("success", "reward"):
         estimate = summary[key]
         values |= {key: estimate["mean"], f"{key}_low": estimate["low"], f"{key}_high": estimate["high"]}
-    return {f"eval/{name}/{key}": value for key, value in values.items()}
+    return {f"eval/{name}/{key}": math.nan if value is None else float(value) for key, value in values.items()}
+
+
+def best_metrics(sets: Iterable[str]) -> list[str]:
+    """Names that ``--best-metric`` may have: of these held-out sets, what is better when it is larger."""
+    values = ("success", "reward", "success_low", "reward_low")
+    return [f"eval/{name}/{value}" for name in sets for value in values]
 
 
 def report(version: int, metrics: dict[str, float], began: float, *, run: RunDir, progress: Progress) -> None:

@@ -17,6 +17,7 @@ from rich.text import Text
 from agentrl.config.schema import Config
 from agentrl.data.rundir import RunDir
 from agentrl.errors import AgentRLError, ConfigError, EnvError
+from agentrl.evaluation.heldout import held_out_sets
 from agentrl.loading import portable, portable_source
 from agentrl.process import terminate_on_sigterm, write_log_to
 from agentrl.progress import Progress, before_after, clock, episode_panel, shown
@@ -25,7 +26,7 @@ from agentrl.rollout.setup import has_gpu, make_env, scratch
 from agentrl.trainer.checkpoint import Checkpoint, CheckpointStore
 from agentrl.trainer.cluster import Bundle, Cluster
 from agentrl.trainer.group import RolloutGroup, TrainerGroup
-from agentrl.trainer.loop import training_loop
+from agentrl.trainer.loop import best_metrics, training_loop
 from agentrl.types import Trajectory
 from agentrl.warden import Warden
 
@@ -83,7 +84,7 @@ def with_absolute_paths(cfg: Config) -> Config:
     if cfg.prompt_data is not None:
         changes["prompt_data"] = portable_source(cfg.prompt_data)
     sets = tuple((name, portable_source(path)) for name, path in cfg.eval_prompt_data)
-    return cfg.replace(**changes, **hooks, eval_prompt_data=sets)
+    return cfg.replace(**changes, **hooks, eval_prompt_data=sets, eval_env=tuple(map(portable, cfg.eval_env)))
 
 
 def check_targets(cfg: Config, *, new: bool) -> None:
@@ -105,7 +106,10 @@ def check_targets(cfg: Config, *, new: bool) -> None:
 
 
 def check_environment(cfg: Config) -> None:
-    """Make and reset the environment once, here, so that what is wrong with it is said before anything starts."""
+    """Make and reset the environment once, here, so that what is wrong with it is said before anything starts.
+
+    The same goes for the held-out sets, and for the metric of ``--best-metric``.
+    """
     if cfg.env or cfg.prompt_data:
         env = make_env(*cfg.env_spec(), tool_timeout=cfg.tool_timeout)
         try:
@@ -117,6 +121,13 @@ def check_environment(cfg: Config) -> None:
             raise EnvError(f"the first reset of {cfg.env or cfg.prompt_data} failed: {describe(error)}") from error
         finally:
             env.close()
+    if cfg.eval_interval:
+        known = best_metrics(held_out.name for held_out in held_out_sets(cfg))
+        if cfg.best_metric not in (None, *known):
+            raise ConfigError(
+                f"--best-metric {cfg.best_metric}: the evaluations of this run give no such metric that is better when "
+                f"it is larger. Expected one of {', '.join(known)}."
+            )
 
 
 def bundles(cfg: Config) -> list[Bundle]:
@@ -173,7 +184,8 @@ def start_actors(cfg: Config, cluster: Cluster, run: RunDir) -> tuple[TrainerGro
         .remote(cfg, str(run.path), model, engine_options)
     )
     episodes = cfg.rollout_batch_size * cfg.n_samples_per_prompt
-    held_out = cfg.eval_tasks * cfg.n_samples_per_eval_prompt * (1 + len(cfg.eval_prompt_data))
+    sets = 1 + len(cfg.eval_prompt_data) + len(cfg.eval_env)
+    held_out = cfg.eval_tasks * cfg.n_samples_per_eval_prompt * sets
     waves = max(episodes, held_out) / cfg.rollout_concurrency + 1
     return (
         TrainerGroup(ranks, num_steps=cfg.num_steps_per_rollout or 1, deadline=max(START_DEADLINE_S, 3600.0)),
@@ -225,6 +237,8 @@ def report(run: RunDir, progress: Progress) -> None:
             "evaluate the trained agent": f"agentrl eval --run {folder}",
             "write it as a Hugging Face model": f"agentrl export --run {folder} --output-dir my-agent",
         } | following
+    if CheckpointStore(run.checkpoints).best_so_far() is not None:
+        following = {"evaluate the best checkpoint": f"agentrl eval --run {folder} --checkpoint best"} | following
     lines = [f"  {name:<13} {value}" for name, value in places.items()]
     lines += ["what next:", *(f"  {command:<58} # {what}" for what, command in following.items())]
     progress.log(Text.assemble(("done", "bold green"), f" in {clock(progress.elapsed)}\n", "\n".join(lines)))

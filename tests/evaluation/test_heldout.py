@@ -2,12 +2,9 @@ import json
 
 import pytest
 
-from agentrl.config import load_config
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.config import load_config, load_eval_config
+from agentrl.errors import ConfigError
 from agentrl.evaluation.heldout import held_out_sets
-from agentrl.evaluation.metrics import summarize
-from agentrl.evaluation.run import refuse_if_unscored
-from agentrl.types import StopReason, Task, Trajectory
 
 
 @pytest.fixture
@@ -37,15 +34,6 @@ def test_the_name_of_a_file_must_serve_as_a_file_name(tasks):
         config("--env", "search", "--eval-prompt-data", "my set", tasks)
 
 
-def test_an_evaluation_in_which_nothing_was_scored_is_a_failure():
-    task = Task("t", 0)
-    failed = Trajectory("a", "g", task, [], [], stop_reason=StopReason.ENGINE_ERROR)
-    fine = Trajectory("b", "g", task, [], [], success=True)
-    refuse_if_unscored({"search": summarize("search", "test", [failed, fine], 1.0)})
-    with pytest.raises(AgentRLError, match=r"not one of 1 episodes .*engine_error 1"):
-        refuse_if_unscored({"search": summarize("search", "test", [failed], 1.0)})
-
-
 def test_prompt_data_without_held_out_tasks_says_what_to_give(tasks):
     with pytest.raises(ConfigError, match=r"--eval-prompt-data NAME PATH.*test_fraction"):
         held_out_sets(config("--prompt-data", tasks))
@@ -69,3 +57,96 @@ def test_nothing_to_evaluate_on():
 def test_two_sets_of_one_name(tasks):
     with pytest.raises(ConfigError, match="distinct names"):
         held_out_sets(config("--env", "search", "--eval-prompt-data", "search", tasks))
+
+
+# -- several environments -------------------------------------------------------------------------------
+
+
+def eval_sets(*argv: str, split: str = "test"):
+    limit = () if "--task-id" in argv else ("--limit", "5")
+    return held_out_sets(load_eval_config([*limit, *argv]), split=split)
+
+
+@pytest.fixture
+def second(tmp_path):
+    """An environment of one's own, with arguments."""
+    path = tmp_path / "second.py"
+    path.write_text(
+        "import agentrl\n"
+        "class Second(agentrl.Env):\n"
+        "    def __init__(self, size=7, **settings):\n"
+        "        self.size = size\n"
+        "    def num_tasks(self, split):\n"
+        "        return self.size if split == 'test' else 100\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        return 'hello', {}\n"
+        "    def step(self, action):\n"
+        "        return '', 1.0, True, False, {}\n"
+    )
+    return f"{path}:Second"
+
+
+def test_each_environment_is_a_set_with_arguments_of_its_own(second):
+    for flags in (["--env", f"search,{second}"], ["--env", "search", "--env", second]):
+        sets = eval_sets(*flags, "--env-arg", "Second.size=3", "--env-arg", "search.topk=2")
+        assert [(s.name, len(s.tasks), s.kwargs) for s in sets] == [
+            ("search", 5, {"topk": 2}),
+            ("Second", 3, {"size": 3}),
+        ]
+
+
+def test_arguments_must_say_whose_they_are(second):
+    with pytest.raises(ConfigError, match=r"--env-arg size could be meant for any of search, .*NAME.size=VALUE"):
+        eval_sets("--env", "search", "--env", second, "--env-arg", "size=3")
+    with pytest.raises(ConfigError, match=r"--env-arg third.size.*there are search, Second"):
+        eval_sets("--env", "search", "--env", second, "--env-arg", "third.size=3")
+    with pytest.raises(ConfigError, match="there is one environment"):
+        eval_sets("--env", second, "--env-arg", "Second.size=3")
+
+
+def test_training_evaluates_other_environments_beside_or_in_place_of_its_own(second):
+    flags = ["--env", "search", "--eval-env", second, "--env-arg", "topk=2", "--env-arg", "Second.size=2"]
+    beside = held_out_sets(config(*flags))
+    assert [(s.name, len(s.tasks), s.kwargs) for s in beside] == [
+        ("search", 5, {"topk": 2}),
+        ("Second", 2, {"size": 2}),
+    ]
+    assert [s.name for s in held_out_sets(config(*flags, "--no-eval-own-split"))] == ["Second"]
+
+
+# -- named tasks ----------------------------------------------------------------------------------------
+
+
+def test_tasks_by_id_and_by_number(second):
+    (only,) = eval_sets("--env", second, "--task-id", "Second/test/6", "--task-id", "2", "--task-id", "Second/test/2")
+    assert [t.task_id for t in only.tasks] == ["Second/test/6", "Second/test/2"]
+    (whole,) = eval_sets("--env", second)
+    assert only.tasks[1] in whole.tasks, "a task is the same, however it was chosen"
+
+
+def test_an_unknown_task_names_those_near(second):
+    with pytest.raises(ConfigError, match=r"--task-id Second/tets/3: there is no such task. Near it: Second/test/\d"):
+        eval_sets("--env", second, "--task-id", "Second/tets/3")
+    with pytest.raises(ConfigError, match="--task-id 7"):
+        eval_sets("--env", second, "--task-id", "7")
+
+
+def test_a_task_of_one_set_leaves_the_others_out(second):
+    sets = eval_sets("--env", "search", "--env", second, "--task-id", "Second/test/1")
+    assert [(s.name, len(s.tasks)) for s in sets] == [("Second", 1)]
+
+
+def test_a_task_of_a_split_without_end_is_its_seed(tmp_path):
+    path = tmp_path / "drawn.py"
+    path.write_text(
+        "import agentrl\n"
+        "class Drawn(agentrl.Env):\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        return 'hello', {}\n"
+        "    def step(self, action):\n"
+        "        return '', 1.0, True, False, {}\n"
+    )
+    spec = f"{path}:Drawn"
+    (whole,) = eval_sets("--env", spec)
+    (named,) = eval_sets("--env", spec, "--task-id", whole.tasks[3].task_id, "--task-id", "1")
+    assert named.tasks == [whole.tasks[3], whole.tasks[1]]

@@ -1,0 +1,126 @@
+"""The policy of an evaluation: engines of its own, or a server that is there already."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.schema import EvalConfig
+from agentrl.errors import AgentRLError, CheckpointError
+from agentrl.rollout.setup import engine_spec
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What episodes are played with.
+
+    ``broken`` says why no answer can be expected any more, or None. ``notes`` collects what a person should know of the
+    policy.
+    """
+
+    client: Any
+    chat: Any
+    broken: Callable[[], str | None] = lambda: None
+    notes: list[str] = field(default_factory=list)
+
+
+def model_folder(cfg: EvalConfig) -> str | None:
+    """The HF folder to serve: ``--hf-checkpoint``, or that of a checkpoint of ``--run``; None with ``--base-url``.
+
+    Raises:
+        CheckpointError: the run has no such complete checkpoint.
+    """
+    if cfg.base_url is not None:
+        return None
+    if cfg.run is None:
+        return str(cfg.hf_checkpoint)
+    from agentrl.trainer.checkpoint import CheckpointStore
+
+    return str(CheckpointStore.open_run(cfg.run, which=cfg.checkpoint).hf_folder)
+
+
+def model_identity(cfg: EvalConfig, folder: str | None) -> dict[str, Any]:
+    """What makes two evaluations ones of the same model: the server's address and name, or the weights' digest."""
+    if folder is None:
+        return {"base_url": str(cfg.base_url).rstrip("/"), "model": cfg.model}
+    return {"digest": model_digest(Path(folder))}
+
+
+def model_digest(folder: Path) -> str:
+    """Digest of a model folder: its configuration, and of each file of weights the name, size, first and last MiB.
+
+    Two trainings of one model differ everywhere, so a sample tells them apart without reading all of a large model.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        for file in sorted(p for p in folder.iterdir() if p.is_file()):
+            if file.suffix in (".json", ".jinja", ".model"):
+                digest.update(f"{file.name}\0".encode() + file.read_bytes())
+            elif file.suffix in (".safetensors", ".bin"):
+                size = file.stat().st_size
+                digest.update(f"{file.name}\0{size}\0".encode() + _ends(file, size))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: the model cannot be read: {error}") from error
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _ends(file: Path, size: int, length: int = 1 << 20) -> bytes:
+    with file.open("rb") as stream:
+        first = stream.read(length)
+        stream.seek(max(size - length, len(first)))
+        return first + stream.read(length)
+
+
+@contextlib.asynccontextmanager
+async def open_policy(cfg: EvalConfig, model: str | None, *, logs: Path) -> AsyncIterator[Policy]:
+    """Start engines with ``model``, or connect to ``--base-url``; ends with everything stopped.
+
+    Args:
+        model: HF folder; None: the server has the model.
+        logs: folder for what engines and router write.
+
+    Raises:
+        AgentRLError: engines do not start, or no server answers.
+    """
+    if model is None:
+        from agentrl.rollout.openai import open_server
+
+        async with open_server(cfg) as (client, chat):
+            yield Policy(client, chat, notes=client.notes)
+        return
+    from agentrl.rollout.chat import ChatTemplate
+    from agentrl.rollout.client import EngineClient
+    from agentrl.rollout.pool import EnginePool
+
+    pool = EnginePool(
+        engine_spec(cfg, model),
+        cfg.rollout_num_engines or 1,
+        log_dir=logs,
+        policy=cfg.router_policy,
+        host=cfg.host,
+        start_timeout=cfg.engine_timeout,
+        health_interval=cfg.rollout_health_check_interval,
+        health_timeout=cfg.rollout_health_check_timeout,
+    )
+    try:
+        await pool.start()
+        async with EngineClient(pool.router_url, pool.router_key) as client:
+            yield Policy(client, ChatTemplate(model), broken=lambda: pool.broken)
+    finally:
+        with contextlib.suppress(AgentRLError):
+            await asyncio.shield(pool.stop())
+
+
+def described(cfg: EvalConfig, model: str | None) -> str:
+    """The policy in a line, for a person."""
+    if model is None:
+        return f"{cfg.model or 'the model'} at {cfg.base_url}"
+    return model

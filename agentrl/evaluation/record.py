@@ -1,0 +1,140 @@
+"""What an evaluation was of: environments, tasks, model, sampling. Two of equal identity may share a folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.schema import EvalConfig
+from agentrl.errors import ConfigError
+from agentrl.evaluation.heldout import HeldOutSet
+from agentrl.rollout.setup import make_env
+from agentrl.types import Task
+
+SAMPLE = 64 << 20
+"""Bytes of a data file that count in its digest, beside its size."""
+
+SAMPLING = (
+    "eval_temperature",
+    "eval_top_p",
+    "eval_top_k",
+    "seed",
+    "rollout_max_response_len",
+    "rollout_max_context_len",
+    "max_turns",
+    "max_tool_output_tokens",
+    "episode_timeout",
+    "tool_timeout",
+    "custom_generate_function_path",
+    "dtype",
+)
+"""Options that may change what an episode is like."""
+
+
+def identity(cfg: EvalConfig, sets: Iterable[HeldOutSet], model: dict[str, Any]) -> dict[str, Any]:
+    """JSON-ready description of what is evaluated; equal for reruns of the same command on unchanged code and data."""
+    described = {
+        "model": model,
+        "sampling": {name: getattr(cfg, name) for name in SAMPLING},
+        "episodes_per_task": cfg.n_samples_per_eval_prompt,
+        "sets": {held_out.name: _of_set(held_out) for held_out in sets},
+    }
+    return json.loads(json.dumps(described, default=repr))
+
+
+def _of_set(held_out: HeldOutSet) -> dict[str, Any]:
+    return {
+        "env": held_out.spec,
+        "env_args": held_out.kwargs,
+        "split": held_out.split,
+        "tasks": len(held_out.tasks),
+        "task_digest": task_digest(held_out.tasks),
+        "code_digest": code_digest(held_out),
+        "data_digest": data_digest(held_out.kwargs),
+    }
+
+
+def task_digest(tasks: Iterable[Task]) -> str:
+    """Digest of the list of tasks: their ids, seeds and options."""
+    digest = hashlib.sha256()
+    for task in tasks:
+        digest.update(json.dumps([task.task_id, task.seed, task.split, task.options], default=repr).encode() + b"\n")
+    return f"sha256:{digest.hexdigest()}"
+
+
+def code_digest(held_out: HeldOutSet) -> str:
+    """Digest of the environment's source: all Python files of its package, or its file where it is in none."""
+    env = make_env(held_out.spec, held_out.kwargs)
+    try:
+        module = sys.modules.get(type(env.unwrapped).__module__)
+    finally:
+        env.close()
+    file = Path(getattr(module, "__file__", None) or "")
+    if module is None or not file.is_file():
+        return "unknown"
+    shared = module.__package__ in ("", None, "agentrl.envs")  # a folder of modules that have nothing in common
+    sources = [file] if shared else sorted(file.parent.rglob("*.py"))
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(f"{source.relative_to(file.parent)}\0".encode() + source.read_bytes() + b"\0")
+    return f"sha256:{digest.hexdigest()}"
+
+
+def data_digest(values: dict[str, Any]) -> str | None:
+    """Digest of the files that arguments of an environment name; None when they name none."""
+    digest, found = hashlib.sha256(), False
+    for file in _files(values):
+        found = True
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(SAMPLE))
+    return f"sha256:{digest.hexdigest()}" if found else None
+
+
+def _files(values: dict[str, Any]) -> Iterator[Path]:
+    for _, value in sorted(values.items()):
+        if isinstance(value, str) and 0 < len(value) < 4096 and "\0" not in value:
+            location = value.rpartition(":")[0]
+            path = Path(location if location.endswith(".py") else value)  # a reward function is named file.py:name
+            if path.is_file():
+                yield path
+
+
+def refuse_other(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    """Raises ConfigError, naming what differs, when an evaluation in ``folder`` was of something else."""
+    old, new = dict(_flat(before)), dict(_flat(now))
+    lines = [_difference(key, old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)]
+    if lines:
+        raise ConfigError(
+            f"--output-dir {folder} holds an evaluation of something else, and is gone on with only as it was begun:\n"
+            + "\n".join(f"  {line}" for line in lines)
+            + "\nGive the same options and code again, or another --output-dir."
+        )
+
+
+_WORDS = {
+    "code_digest": "the environment's code has changed",
+    "data_digest": "a data file of the environment has changed",
+    "task_digest": "the list of tasks is another one",
+    "digest": "the model is another one",
+}
+
+
+def _difference(key: str, before: Any, now: Any) -> str:
+    part = key.rpartition("/")[2]
+    if part in _WORDS:
+        return f"{key}: {_WORDS[part]}"
+    return f"{key}: was {before!r}, is {now!r}"
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,313 @@
+"""`agentrl eval` against a server: what it writes, says and returns, and how it goes on after anything."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fake_openai import FakeOpenAI, completion, refused
+
+from agentrl.config import load_eval_config
+from agentrl.errors import ConfigError
+from agentrl.evaluation.results import load
+from agentrl.evaluation.run import evaluate
+from tests.evaluation.conftest import adds
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+def summary(folder, name="Sums"):
+    return json.loads((folder / "summary.json").read_text())["sets"][name]
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "trajectories.jsonl").read_text().splitlines()]
+
+
+def test_a_whole_evaluation(run_eval, out, capsys):
+    with FakeOpenAI(adds(wrong_from=9)) as server:
+        assert run_eval(server, "--n-samples-per-eval-prompt", "2", "--temperature", "0.5") == 0
+    scores = summary(out)
+    assert (scores["episodes"], scores["planned"], scores["errors"], scores["complete"]) == (24, 24, 0, True)
+    assert scores["success"]["mean"] == pytest.approx(9 / 12) and scores["success"]["n_tasks"] == 12
+    assert (scores["turns"], scores["tool_calls"], scores["tokens"]) == (2.0, 1.0, 7.0)
+    assert scores["pass_at_k"]["2"]["mean"] == scores["pass_hat_k"]["2"]["mean"] == pytest.approx(0.75)
+    assert scores["categories"]["even"]["success"]["n"] == 12
+    assert set(scores["reward_parts"]) == {"exact_match", "short"}
+    shown = capsys.readouterr().out
+    for part in ("Sums (test)", "75.0%", "pass^2", "errors (not scored)", "Sums, by category", "odd"):
+        assert part in shown, part
+    result = load(out)
+    assert {t.info["category"] for t in result.sets["Sums"]} == {"odd", "even"} and len(lines(out)) == 24
+    assert not (out / "metrics.jsonl").exists() and not (out / "trajectories").exists()
+
+
+def test_the_record_says_what_was_evaluated(run_eval, out, sums):
+    with FakeOpenAI(adds()) as server:
+        run_eval(server, "--limit", "3", "--seed", "5")
+    record = json.loads((out / "run.json").read_text())
+    (start,) = record["starts"]
+    assert start["versions"]["gymnasium"] and start["host"] and len(start["agentrl_git"]["revision"]) == 40
+    what = record["evaluation"]
+    assert what["model"] == {"base_url": server.url, "model": "m"} and what["sampling"]["seed"] == 5
+    only = what["sets"]["Sums"]
+    assert (only["env"], only["split"], only["tasks"]) == (sums, "test", 3)
+    assert only["code_digest"].startswith("sha256:") and only["task_digest"].startswith("sha256:")
+    assert json.loads((out / "config.json").read_text())["eval_tasks"] == 3
+
+
+def test_json_for_scripts(run_eval, out, capsys):
+    with FakeOpenAI(adds()) as server:
+        assert run_eval(server, "--json", "--limit", "2") == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out) == json.loads((out / "summary.json").read_text())
+    assert "Held-out evaluation" in said.err and len(said.out.splitlines()) == 1
+
+
+def test_sampling_reaches_the_server(run_eval):
+    with FakeOpenAI(adds()) as server:
+        run_eval(server, "--limit", "1", "--temperature", "0.7", "--top-p", "0.9", "--max-tokens", "50")
+    body = server.bodies[0]
+    assert (body["temperature"], body["top_p"]) == (0.7, 0.9)
+    assert 50 in (body.get("max_tokens"), body.get("max_completion_tokens"))
+
+
+def test_the_training_split_is_called_by_its_name(run_eval, out, capsys):
+    with FakeOpenAI(adds()) as server:
+        assert run_eval(server, "--limit", "2", "--split", "train") == 0
+    assert "TRAINING split" in capsys.readouterr().out
+    assert "TRAINING split" in json.loads((out / "summary.json").read_text())["warnings"][0]
+
+
+# -- errors and limits ----------------------------------------------------------------------------------
+
+
+def test_infrastructure_errors_are_no_score_and_are_played_again(run_eval, out, monkeypatch, capsys):
+    monkeypatch.setenv("BROKEN", "3,4")
+    with FakeOpenAI(adds()) as server:
+        assert run_eval(server, "--max-retries", "0", "--max-turns", "4") == 1
+        scores = summary(out)
+        assert (scores["errors"], scores["success"]["n"], scores["success"]["mean"]) == (2, 10, 1.0)
+        assert "2 of 12 episodes ended for reasons of infrastructure" in capsys.readouterr().out
+        assert run_eval(server, "--max-retries", "0", "--max-turns", "4", "--fail-on-error", "0.2") == 0
+        monkeypatch.delenv("BROKEN")
+        asked = len(server.bodies)
+        assert run_eval(server, "--max-retries", "0", "--max-turns", "4") == 0
+        assert len(server.bodies) == asked + 4, "two episodes of two turns were left"
+    scores = summary(out)
+    assert (scores["errors"], scores["success"]["n"], len(lines(out))) == (0, 12, 12)
+
+
+def test_an_episode_is_tried_again_as_often_as_it_is_allowed(run_eval, out, monkeypatch):
+    monkeypatch.setenv("BROKEN", "0")
+    with FakeOpenAI(adds()) as server:
+        assert run_eval(server, "--max-retries", "1", "--task-id", "0") == 1
+    (line,) = lines(out)
+    assert json.loads(line["info"])["attempt"] == 1 and line["outcome"] == "infra_error"
+
+
+def test_when_nothing_can_be_scored_no_more_is_started(run_eval, out, monkeypatch, capsys):
+    monkeypatch.setenv("BROKEN", ",".join(map(str, range(12))))
+    with FakeOpenAI(adds()) as server:
+        flags = ["--max-retries", "0", "--n-samples-per-eval-prompt", "8", "--concurrency", "4"]
+        assert run_eval(server, *flags) == 1
+    assert 32 <= len(lines(out)) <= 40
+    said = " ".join(capsys.readouterr().out.split())
+    assert "not one of" in said and "the first 32 episodes ended for reasons of infrastructure" in said
+
+
+def test_the_time_limit_of_the_whole_run(run_eval, out, capsys):
+    def slow(body):
+        time.sleep(0.15)
+        return adds()(body)
+
+    flags = ["--concurrency", "1", "--eval-time-limit", "0.7"]
+    with FakeOpenAI(slow) as server:
+        assert run_eval(server, *flags) == 1
+        played = summary(out)["episodes"]
+        assert 0 < played < 12 and summary(out)["not_attempted"] == 12 - played and not summary(out)["complete"]
+        said = capsys.readouterr().out
+        assert "were not attempted: the time of --eval-time-limit was up" in " ".join(said.split())
+        server.script[:] = [adds()]
+        assert run_eval(server) == 0
+    assert (summary(out)["episodes"], summary(out)["complete"], len(lines(out))) == (12, True, 12)
+
+
+def test_the_time_limit_of_an_episode(run_eval, out):
+    def slow(body):
+        if body["messages"][-1]["role"] == "tool":
+            time.sleep(1.5)
+        return adds()(body)
+
+    with FakeOpenAI(slow) as server:
+        assert run_eval(server, "--limit", "1", "--episode-timeout", "1") == 0
+    assert summary(out)["stop_reasons"] == {"timeout": 1} and summary(out)["truncation_rate"] == 1.0
+
+
+def test_a_wrong_key_ends_it_at_once(run_eval, out):
+    with FakeOpenAI(refused(401, "no such key"), models=404) as server, pytest.raises(ConfigError):
+        run_eval(server)
+    assert not (out / "summary.json").exists()
+
+
+# -- going on -------------------------------------------------------------------------------------------
+
+
+def test_a_complete_evaluation_is_not_played_again(run_eval, out, capsys):
+    with FakeOpenAI(adds()) as server:
+        assert run_eval(server) == 0
+        before, asked = lines(out), len(server.bodies)
+        capsys.readouterr()
+    assert run_eval(server) == 0, "the server is gone, and not needed"
+    assert len(server.bodies) == asked and lines(out) == before
+    assert "100.0%" in capsys.readouterr().out
+    assert len(json.loads((out / "run.json").read_text())["starts"]) == 2
+
+
+def test_a_torn_line_is_cut_away_and_its_episode_played_again(run_eval, out):
+    with FakeOpenAI(adds()) as server:
+        run_eval(server)
+        file = out / "trajectories.jsonl"
+        text = file.read_bytes()
+        file.write_bytes(text[:-100])
+        (out / "summary.json").unlink()
+        asked = len(server.bodies)
+        assert run_eval(server) == 0
+        assert len(server.bodies) == asked + 2
+    assert len({line["trajectory_id"] for line in lines(out)}) == len(lines(out)) == 12
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--temperature", "1"], "sampling/eval_temperature: was 0.0, is 1.0"),
+        (["--limit", "4"], "Sums/task_digest: the list of tasks is another one"),
+        (["--model", "other"], "model/model: was 'm', is 'other'"),
+        (["--n-samples-per-eval-prompt", "2", "--temperature", "0"], "episodes_per_task: was 1, is 2"),
+        (["--env-arg", "max_calls=3"], "env_args/max_calls: was None, is 3"),
+    ],
+)
+def test_another_evaluation_is_refused_by_what_differs(run_eval, out, flags, part):
+    with FakeOpenAI(adds()) as server:
+        run_eval(server, "--limit", "3")
+        before = (out / "trajectories.jsonl").read_bytes()
+        wanted = flags if "--limit" in flags else ["--limit", "3", *flags]
+        with pytest.raises(ConfigError) as caught:
+            run_eval(server, *wanted)
+    assert part in str(caught.value) and "another --output-dir" in str(caught.value)
+    assert (out / "trajectories.jsonl").read_bytes() == before
+
+
+def test_changed_code_of_the_environment_is_noticed(run_eval, out, tmp_path):
+    with FakeOpenAI(adds()) as server:
+        run_eval(server, "--limit", "3")
+        file = tmp_path / "sums.py"
+        file.write_text(file.read_text() + "\n# changed\n")
+        with pytest.raises(ConfigError, match="code_digest: the environment's code has changed"):
+            run_eval(server, "--limit", "3")
+
+
+def test_a_training_run_is_no_place_for_an_evaluation(run_eval, out):
+    out.mkdir()
+    (out / "config.json").write_text('{"rollout_batch_size": 32}')
+    with FakeOpenAI(adds()) as server, pytest.raises(ConfigError, match="holds another run"):
+        run_eval(server)
+
+
+def test_an_evaluation_that_is_killed_goes_on(sums, out):
+    def slow(body):
+        time.sleep(0.1)
+        return adds()(body)
+
+    with FakeOpenAI(slow) as server:
+        command = [sys.executable, "-m", "agentrl.cli.main", "eval", "--env", sums, "--base-url", server.url]
+        command += ["--model", "m", "--concurrency", "2", "--output-dir", str(out)]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        first = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=out.parent)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and (
+            not (out / "trajectories.jsonl").is_file() or len(lines_so_far(out)) < 3
+        ):
+            assert first.poll() is None, first.stderr.read()
+            time.sleep(0.02)
+        first.send_signal(signal.SIGKILL)
+        first.wait(10)
+        first.stderr.close()
+        there = {json.loads(line)["trajectory_id"] for line in lines_so_far(out)}
+        assert 3 <= len(there) < 12 and not (out / "summary.json").exists()
+        asked = len(server.bodies)
+        again = subprocess.run(command, env=env, capture_output=True, text=True, timeout=90, cwd=out.parent)
+        assert again.returncode == 0, again.stderr
+        assert len(server.bodies) - asked == 2 * (12 - len(there)), "only what was missing"
+    assert f"{len(there)} episodes are there already" in again.stdout
+    assert len({line["trajectory_id"] for line in lines(out)}) == len(lines(out)) == 12
+    assert summary(out)["success"]["mean"] == 1.0
+
+
+def lines_so_far(folder):
+    return [line for line in (folder / "trajectories.jsonl").read_bytes().splitlines(True) if line.endswith(b"\n")]
+
+
+def test_an_interrupted_evaluation_leaves_a_summary(sums, out):
+    def slow(body):
+        time.sleep(0.1)
+        return adds()(body)
+
+    with FakeOpenAI(slow) as server:
+        command = [sys.executable, "-m", "agentrl.cli.main", "eval", "--env", sums, "--base-url", server.url]
+        command += ["--model", "m", "--concurrency", "1", "--output-dir", str(out)]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        started = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and (
+            not (out / "trajectories.jsonl").is_file() or len(lines_so_far(out)) < 2
+        ):
+            assert started.poll() is None
+            time.sleep(0.02)
+        started.send_signal(signal.SIGINT)
+        said, _ = started.communicate(timeout=30)
+    assert started.returncode == 130 and "goes on" in said
+    assert summary(out)["not_attempted"] > 0 and not summary(out)["complete"]
+
+
+def test_nothing_heavy_is_imported_for_a_server(sums, out):
+    with FakeOpenAI(adds()) as server:
+        code = (
+            "import sys; from agentrl.cli.main import main;"
+            f"code = main(['eval', '--env', {sums!r}, '--base-url', {server.url!r}, '--limit', '2', '--output-dir', "
+            f"{str(out)!r}]);"
+            "heavy = {'torch', 'ray', 'sglang', 'transformers', 'megatron', 'pyarrow', 'tokenizers', 'aiohttp'};"
+            "print(code, sorted(heavy & set(sys.modules)), file=sys.stderr)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+    assert done.stderr.strip().splitlines()[-1] == "0 []", done.stderr
+
+
+def test_an_evaluation_without_any_answer_is_a_failure(run_eval, out):
+    with FakeOpenAI(completion("I do not know.")) as server:
+        assert run_eval(server, "--limit", "2") == 0, "a wrong answer is a score"
+    assert summary(out)["success"]["mean"] == 0.0
+
+
+def test_a_folder_of_its_own_each_time_when_none_is_named(sums, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with FakeOpenAI(adds()) as server:
+        for _ in range(2):
+            cfg = load_eval_config(["--env", sums, "--base-url", server.url, "--model", "m", "--limit", "1"])
+            assert evaluate(cfg) == 0
+    assert len([p for p in (tmp_path / "runs").iterdir() if p.name.startswith("eval-Sums-")]) == 2
