@@ -12,6 +12,7 @@ Templates run in transformers' jinja sandbox; content is encoded by provenance (
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -24,20 +25,21 @@ import numpy as np
 from agentrl.errors import ConfigError, EnvError
 from agentrl.rollout.encoding import ProvenanceTokenizer
 from agentrl.rollout.extension import ExtensionPlanner, Shape
+from agentrl.rollout.rendering import INLINE, Renderer, Tools, plain, plain_messages
 from agentrl.types import Message
 
 if TYPE_CHECKING:
     from agentrl.rollout.conversation import Conversation
     from agentrl.tools.parsers import Parsed
 
-INLINE = "inline"
-"""Role of an observation that continues the assistant's turn as it is, without template text around it
-(Search-R1's ``<information>`` blocks)."""
+__all__ = ["INLINE", "ChatTemplate", "opened_reasoning"]
+
+log = logging.getLogger(__name__)
 
 _KEPT_PROMPTS = 64
 _REASONING_END = "</think>"
 _OPENED_REASONING = re.compile(r"<think(?:ing)?>\s*\Z")
-Tools = Sequence[dict[str, Any]] | None
+_ENDS_OF_TURN = ("<|eom_id|>",)  # Llama's end of a turn that waits for a tool, which not every checkpoint declares
 
 
 class ChatTemplate:
@@ -47,8 +49,10 @@ class ChatTemplate:
         tokenizer: directory (or hub name) of a checkpoint, or a fast transformers tokenizer.
         chat_template: jinja source that replaces the tokenizer's own.
 
+    Without a chat template only :meth:`raw_prompt` and inline observations work.
+
     Raises:
-        ConfigError: no fast tokenizer or no chat template there.
+        ConfigError: no fast tokenizer there.
     """
 
     def __init__(self, tokenizer: Any, *, chat_template: str | None = None) -> None:
@@ -56,26 +60,22 @@ class ChatTemplate:
         backend = getattr(self._hf, "backend_tokenizer", None)
         if backend is None:
             raise ConfigError(f"{self._name} has no fast tokenizer (tokenizer.json); convert it with transformers")
-        self._template = chat_template or self._hf.chat_template
-        if not self._template:
-            raise ConfigError(
-                f"{self._name} has no chat template; put chat_template.jinja beside its tokenizer or pass one"
-            )
+        self._renderer = Renderer(self._hf, chat_template or self._hf.chat_template, self._name)
         self.encoder = ProvenanceTokenizer(backend)
         self._prompts: dict[str, np.ndarray] = {}
-        self.end_of_turn_id = self._end_of_turn()
+        self._warned = False
+        self.end_of_turn_id = self._end_of_turn() if self.template_source else None
         """The control token that the template puts after an assistant message, if it does."""
         self.eos_token_ids: tuple[int, ...] = self._all_eos()
         self._eos = frozenset(self.eos_token_ids)
-        self._planner = ExtensionPlanner(self._render, self._eos_texts())
-        self.opening = self._opened_reasoning()
+        self._planner = ExtensionPlanner(self._renderer.render, self._eos_texts())
+        self.opening = self._opened_reasoning() if self.template_source else ""
+        """The reasoning tag that the template's first generation prompt ends with; empty when it ends with none."""
 
     @property
     def template_source(self) -> str:
-        """The jinja source in use (of a named set, the one for tools)."""
-        if isinstance(self._template, dict):
-            return self._template.get("tool_use") or self._template["default"]
-        return self._template
+        """The jinja source in use (of a named set, the one for tools); empty without a chat template."""
+        return self._renderer.source
 
     @cached_property
     def call_format(self) -> str:
@@ -88,14 +88,17 @@ class ChatTemplate:
         """int32 ``[n]``, read-only: the whole conversation and the opening of an assistant turn.
 
         Raises:
+            ConfigError: the model has no chat template.
             EnvError: the template refuses these messages (roles, order, missing fields).
         """
         # The episodes of a group open with the same words: encode them once.
         key = repr((messages, tools))
         ids = self._prompts.pop(key, None)
         if ids is None:
-            sealed = self.encoder.seal_all(_join_inline(messages))
-            ids = self.encoder.encode(self._render(sealed, self.encoder.seal_all(tools)))
+            if tools and not self._renderer.shows_tools:
+                self._warn_of_hidden_tools()
+            sealed = self.encoder.seal_all(plain_messages(messages))
+            ids = self.encoder.encode(self._renderer.render_conformed(sealed, self.encoder.seal_all(tools)))
             ids.flags.writeable = False
             if len(self._prompts) >= _KEPT_PROMPTS:
                 del self._prompts[next(iter(self._prompts))]
@@ -123,6 +126,7 @@ class ChatTemplate:
         tools: Tools = None,
         *,
         earlier: tuple[str, ...] | None = None,
+        system: bool = False,
     ) -> np.ndarray | None:
         """int32 ``[m]``: what follows the sampled ids up to the next assistant turn.
 
@@ -132,14 +136,16 @@ class ChatTemplate:
             new_messages: the observation.
             earlier: roles of the messages that followed an earlier turn with reasoning in this
                 segment; None when there was none.
+            system: whether the conversation begins with a system message.
 
         Returns:
             None when the template would change what is already there: re-render in a new segment.
         """
         if all(m["role"] == INLINE for m in new_messages):
             return self.encoder.encode_content("".join(m["content"] for m in new_messages))
-        sealed = [self.encoder.seal_all(_plain(m)) for m in new_messages]
-        suffix = self._planner.suffix(Shape.of(prev_assistant, sealed, bool(tools), earlier), sealed)
+        sealed = [self.encoder.seal_all(plain(m)) for m in new_messages]
+        shape = Shape.of(prev_assistant, sealed, bool(tools), earlier, system)
+        suffix = self._planner.suffix(shape, sealed)
         if suffix is None:
             return None
         ids = self.encoder.encode_after_control(suffix)
@@ -156,8 +162,8 @@ class ChatTemplate:
     def text(self, sampled: np.ndarray, opening: str | None = None) -> str:
         """The sampled text as parsers and environments get it.
 
-        Without the end-of-turn token, and with the reasoning tag that the prompt opened: ``opening``, or
-        the generation prompt's.
+        Without the end-of-turn token, with all other control tokens (those of a call among them), and with the
+        reasoning tag that the prompt opened: ``opening``, or the first generation prompt's.
         """
         end = len(sampled)
         while end and int(sampled[end - 1]) in self._eos:
@@ -185,28 +191,23 @@ class ChatTemplate:
     def _name(self) -> str:
         return str(getattr(self._hf, "name_or_path", "") or type(self._hf).__name__)
 
-    def _render(self, messages: Sequence[dict[str, Any]], tools: Tools, *, generation: bool = True) -> str:
-        from jinja2 import TemplateError
-
-        try:
-            return self._hf.apply_chat_template(
-                list(messages),
-                tools=list(tools) if tools else None,
-                chat_template=self._template if isinstance(self._template, str) else None,
-                add_generation_prompt=generation,
-                tokenize=False,
+    def _warn_of_hidden_tools(self) -> None:
+        if not self._warned:
+            log.warning(
+                "the chat template of %s does not tell the model which tools there are; describe them and how they "
+                "are called in the system prompt, or give a template that does",
+                self._name,
             )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
-            roles = ", ".join(str(m.get("role")) for m in messages)
-            raise EnvError(
-                f"the chat template of {self._name} cannot render messages with roles [{roles}]: {error}. "
-                f"Use roles and fields that this template knows, or pass another chat_template"
-            ) from error
+        self._warned = True
 
     def _end_of_turn(self) -> int | None:
+        return self._control_after_turn([])
+
+    def _control_after_turn(self, following: list[dict[str, Any]]) -> int | None:
+        """The control token that comes first after an assistant message which ``following`` follow."""
         mark = "endofturnprobe"
-        turn = [{"role": "user", "content": "u"}, {"role": "assistant", "content": mark}]
-        rendered = self._render(turn, None, generation=False)
+        turn = [{"role": "user", "content": "u"}, {"role": "assistant", "content": mark}, *following]
+        rendered = self._renderer.render(turn, None, generation=False)
         tail = rendered[rendered.rfind(mark) + len(mark) :].lstrip()
         ends = [text for text in self.encoder.control_ids if tail.startswith(text)]
         return self.encoder.control_ids[max(ends, key=len)] if ends else None
@@ -220,13 +221,23 @@ class ChatTemplate:
                 value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
                 found += value if isinstance(value, list) else [value]
         found.append(self._hf.eos_token_id)
+        found += [self.encoder.control_ids.get(text) for text in _ENDS_OF_TURN]
+        if self.end_of_turn_id is None and self.template_source:
+            # GLM ends a turn by the token that opens the next one, whoever speaks there.
+            found += [self._next_turn(role) for role in ("user", "tool")]
         return tuple(dict.fromkeys(int(i) for i in found if i is not None))
+
+    def _next_turn(self, role: str) -> int | None:
+        try:
+            return self._control_after_turn([{"role": role, "content": "u", "name": "u", "tool_call_id": "u00000000"}])
+        except EnvError:  # a result without a call, which many templates refuse
+            return None
 
     def _eos_texts(self) -> tuple[str, ...]:
         return tuple(text for text, index in self.encoder.control_ids.items() if index in self._eos)
 
     def _opened_reasoning(self) -> str:
-        return opened_reasoning(self._render([{"role": "user", "content": "u"}], None))
+        return opened_reasoning(self._renderer.render([{"role": "user", "content": "u"}]))
 
 
 def opened_reasoning(prompt: str) -> str:
@@ -242,40 +253,3 @@ def _load_tokenizer(path: str | os.PathLike[str]) -> Any:
         return AutoTokenizer.from_pretrained(os.fspath(path), trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"no tokenizer can be read from {os.fspath(path)!r}: {error}") from error
-
-
-def _join_inline(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The conversation as the template takes it: an inline observation is part of the assistant's message."""
-    joined: list[dict[str, Any]] = []
-    for message in messages:
-        follows_inline = bool(joined) and joined[-1].pop("_open", False)
-        if message["role"] == INLINE or (message["role"] == "assistant" and follows_inline):
-            if not joined or joined[-1]["role"] != "assistant":
-                raise EnvError("an inline observation must follow an assistant message")
-            joined[-1]["content"] += message["content"]
-            joined[-1]["_open"] = message["role"] == INLINE
-        else:
-            joined.append(_plain(message))
-    if joined:
-        joined[-1].pop("_open", None)
-    return joined
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    """A copy with string content and tool-call arguments as a mapping, as templates expect them."""
-    plain = dict(message)
-    plain["content"] = plain.get("content") or ""
-    calls = plain.get("tool_calls")
-    if calls:
-        plain["tool_calls"] = [_plain_call(call) for call in calls]
-    return plain
-
-
-def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {"name": call.get("name", ""), "arguments": call.get("arguments", {})})
-    if isinstance(function.get("arguments"), str):
-        try:
-            function["arguments"] = json.loads(function["arguments"])
-        except ValueError:
-            function["arguments"] = {"arguments": function["arguments"]}
-    return {**call, "type": "function", "function": function}

@@ -21,6 +21,8 @@ from agentrl.rollout.sampling import for_turn
 from agentrl.tools.parsers import Parsed, Parser
 from agentrl.types import Message, SamplingParams, Segment, StopReason
 
+_TAIL = 16  # ids at the end of a prompt in which a reasoning tag is looked for
+
 
 @dataclass(frozen=True)
 class EpisodeLimits:
@@ -100,7 +102,8 @@ class Conversation:
         self._last: Turn | None = None  # the turn that the next observation follows
         self.last_turn: Turn | None = None
         self._earlier: tuple[str, ...] | None = None
-        self._opening: str | None = None  # of a prompt without template: the reasoning tag it ends with
+        self._raw = False  # whether the prompt was sent without the template
+        self._system = False  # whether it begins with a system message
 
     @property
     def num_turns(self) -> int:
@@ -139,9 +142,10 @@ class Conversation:
             self._parser = self._parser.with_tools(tools)
         if raw is None:
             ids = self._chat.prompt(self.messages, tools)
+            self._system = bool(self.messages) and self.messages[0]["role"] == "system"
         else:
             ids = self._chat.raw_prompt(raw)
-            self._opening = opened_reasoning(raw)
+            self._raw = True
         self.encode_seconds += time.monotonic() - started
         if len(ids) >= self._limits.max_context_len:
             raise EpisodeEnd(
@@ -178,7 +182,9 @@ class Conversation:
         seconds = time.monotonic() - started
         self.engine_seconds += seconds
         self._ledger.append_sampled(generation)
-        text = self._chat.text(generation.tokens, self._opening)
+        # Not every prompt of a template ends alike: DeepSeek-R1's opens the reasoning, save after a tool.
+        opening = opened_reasoning(self._chat.decode(prompt[-_TAIL:]))
+        text = self._chat.text(generation.tokens, opening)
         parsed = self._parser.parse(text)
         message = self._chat.history_message(text, parsed, self._parser.name)
         self.messages.append(message)
@@ -209,21 +215,20 @@ class Conversation:
         last = self._last
         if last is None:
             raise ConfigError("observe() before generate(): give the first messages to prompt()")
-        if self._opening is not None:
-            if any(m["role"] != INLINE for m in messages):
-                roles = ", ".join(m["role"] for m in messages)
-                raise EnvError(
-                    f"messages with roles [{roles}] need the chat template, and the prompt was sent without it; "
-                    f"go on with messages of role {INLINE!r}, whose text is appended as it is"
-                )
-            self._opening = ""
-        history = [*self.messages, *messages]
-        ids = self._chat.extension(last.message, last.tokens, messages, self._tools, earlier=self._earlier)
+        if self._raw and any(m["role"] != INLINE for m in messages):
+            roles = ", ".join(m["role"] for m in messages)
+            raise EnvError(
+                f"messages with roles [{roles}] need the chat template, and the prompt was sent without it; "
+                f"go on with messages of role {INLINE!r}, whose text is appended as it is"
+            )
+        ids = self._chat.extension(
+            last.message, last.tokens, messages, self._tools, earlier=self._earlier, system=self._system
+        )
         segment = ids is None
         if ids is None:
-            ids = self._chat.prompt(history, self._tools)
+            ids = self._chat.prompt([*self.messages, *messages], self._tools)
         self.encode_seconds += time.monotonic() - started
-        self.messages = history
+        self.messages.extend(messages)
         self._check_room(ids, messages, segment)
         if segment:
             self._ledger.new_segment(ids)

@@ -19,7 +19,7 @@ from agentrl.errors import EnvError
 Render = Callable[..., str]
 _MAX_PLANS = 1024  # shapes are few; a bound all the same, since roles come from environments
 _FIELDS = ("content", "name", "tool_call_id")
-_PLAIN_WORD = re.compile(r"[\w.\-]+\Z")
+_PLAIN_WORD = re.compile(r"[\w.:\-]+\Z")
 
 
 class Shape(NamedTuple):
@@ -32,6 +32,7 @@ class Shape(NamedTuple):
     fields: tuple[tuple[bool, ...], ...]
     tools: bool
     earlier: tuple[str, ...] | None
+    system: bool = False
 
     @classmethod
     def of(
@@ -40,6 +41,7 @@ class Shape(NamedTuple):
         new_messages: Sequence[dict[str, Any]],
         tools: bool,
         earlier: tuple[str, ...] | None,
+        system: bool = False,
     ) -> Shape:
         return cls(
             reasoning=bool((assistant.get("reasoning_content") or "").strip()),
@@ -49,6 +51,7 @@ class Shape(NamedTuple):
             fields=tuple([tuple([f in m for f in _FIELDS]) for m in new_messages]),
             tools=tools,
             earlier=earlier,
+            system=system,
         )
 
 
@@ -127,11 +130,13 @@ class ExtensionPlanner:
     def _try_suffix(self, shape: Shape, new_messages: list[dict[str, Any]]) -> tuple[str, str] | None:
         """(whole rendering, suffix), or None when the template refuses or does not keep what was there."""
         ids = [m["tool_call_id"] for m in new_messages if "tool_call_id" in m]
-        for calls in dict.fromkeys((shape.calls, 0)):  # some templates refuse several calls in a turn
-            try:
-                return self._locate(shape, calls, ids, new_messages)
-            except EnvError:
-                continue
+        # Some templates refuse several calls in a turn, some a system message.
+        for system in dict.fromkeys((shape.system, False)):
+            for calls in dict.fromkeys((shape.calls, 0)):
+                try:
+                    return self._locate(shape._replace(system=system), calls, ids, new_messages)
+                except EnvError:
+                    continue
         return None
 
     def _locate(
@@ -139,7 +144,7 @@ class ExtensionPlanner:
     ) -> tuple[str, str] | None:
         marks = self._marks
         tools = marks.tools() if shape.tools else None
-        history = marks.history(shape.earlier, bool(calls))
+        history = marks.history(shape.earlier, bool(calls), shape.system)
         before = self._render(history, tools, generation=False)
         assistant = marks.assistant(shape, calls, call_ids)
         rendered = self._render([*history, assistant, *new_messages], tools)
@@ -196,10 +201,11 @@ class _Marks:
         function = {"name": "probe", "arguments": {"argument": f"{self._nonce}arg{i:02d}"}}
         return {"id": call_id or f"{self._nonce}id{i:03d}", "type": "function", "function": function}
 
-    def history(self, earlier: tuple[str, ...] | None, calls: bool) -> list[dict[str, Any]]:
-        user: dict[str, Any] = {"role": "user", "content": self.user}
+    def history(self, earlier: tuple[str, ...] | None, calls: bool, system: bool) -> list[dict[str, Any]]:
+        start: list[dict[str, Any]] = [{"role": "system", "content": f"{self._nonce}system"}] if system else []
+        start.append({"role": "user", "content": self.user})
         if earlier is None:
-            return [user]
+            return start
         turn: dict[str, Any] = {
             "role": "assistant",
             "content": f"{self._nonce}first",
@@ -211,7 +217,7 @@ class _Marks:
             {"role": role, "content": f"{self._nonce}seen{i:02d}", "tool_call_id": f"{self._nonce}id{90 + i:03d}"}
             for i, role in enumerate(earlier)
         ]
-        return [user, turn, *answers]
+        return [*start, turn, *answers]
 
     def assistant(self, shape: Shape, calls: int, call_ids: list[str]) -> dict[str, Any]:
         has_content = shape.content or not calls

@@ -199,9 +199,16 @@ def test_messages_the_template_refuses(hf_tokenizer):
     strict += LINES
     chat = ChatTemplate(hf_tokenizer, chat_template=strict)
     ids, message = say(chat, "words")
+    call = {"id": "call_0", "type": "function", "function": {"name": "search", "arguments": {}}}
+    called = {"role": "assistant", "content": "words", "tool_calls": [call]}
     assert chat.extension(message, ids, [observation("x")]) is None
     with pytest.raises(EnvError, match=r"\[user, assistant, tool\].*no tools here"):
-        chat.prompt([USER, message, observation("x")])
+        chat.prompt([USER, called, observation("x")])
+    # What answers a call that could not be read can come from the user.
+    assert (
+        chat.prompt([USER, message, observation("x")]).tolist()
+        == chat.prompt([USER, message, observation("x", "user")]).tolist()
+    )
 
 
 def test_template_that_drops_a_role_is_named(hf_tokenizer):
@@ -233,5 +240,6 @@ def test_loading_from_a_directory(tokenizer_dir, tmp_path, hf_tokenizer):
         ChatTemplate(tmp_path / "nothing")
     bare = type(hf_tokenizer)(tokenizer_object=hf_tokenizer.backend_tokenizer, eos_token="<|im_end|>")
     with pytest.raises(ConfigError, match="no chat template"):
-        ChatTemplate(bare)
+        ChatTemplate(bare).prompt([USER])
+    assert ChatTemplate(bare).decode(ChatTemplate(bare).raw_prompt("2 + 2 =")) == "2 + 2 ="
     assert ChatTemplate(bare, chat_template=TRIMMING).opening

@@ -1,0 +1,219 @@
+"""Runs a model's chat template, and gives it messages in the form that it takes.
+
+Templates of different families want the same conversation in different clothes: arguments of a call as a mapping or
+as JSON text, an empty content as ``""`` or as ``None``, no system role, strictly alternating roles. What a
+template wants is found by asking it, with a conversation made up for the purpose.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from agentrl.errors import ConfigError, EnvError
+from agentrl.types import Message
+
+log = logging.getLogger(__name__)
+
+INLINE = "inline"
+"""Role of an observation that continues the assistant's turn as it is, without template text around it
+(Search-R1's ``<information>`` blocks)."""
+
+Tools = Sequence[dict[str, Any]] | None
+_PROBE_TOOL = {"name": "probename", "description": "probe", "parameters": {"type": "object", "properties": {}}}
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """In which form a template takes an assistant message with calls."""
+
+    arguments_as_text: bool = False
+    no_content: str | None = ""
+
+
+_CALL_FORMS = [CallForm(as_text, nothing) for as_text in (False, True) for nothing in ("", None)]
+
+
+class Renderer:
+    """The chat template of one model.
+
+    Args:
+        hf: a transformers tokenizer.
+        template: jinja source, a set of named ones, or None.
+        name: what errors call the model.
+    """
+
+    def __init__(self, hf: Any, template: str | dict[str, str] | None, name: str) -> None:
+        self._hf, self._template, self._name = hf, template, name
+
+    @property
+    def source(self) -> str:
+        """The jinja source in use (of a named set, the one for tools); empty without one."""
+        if isinstance(self._template, dict):
+            return self._template.get("tool_use") or self._template["default"]
+        return self._template or ""
+
+    def render(self, messages: Sequence[dict[str, Any]], tools: Tools = None, *, generation: bool = True) -> str:
+        """The conversation as text.
+
+        Raises:
+            ConfigError: there is no template.
+            EnvError: the template refuses these messages.
+        """
+        if any(message.get("tool_calls") for message in messages):
+            messages = [_in_form(message, self.call_form) for message in messages]
+        return self._run(messages, tools, generation)
+
+    def render_conformed(self, messages: Sequence[dict[str, Any]], tools: Tools = None) -> str:
+        """As :meth:`render`; messages that the template refuses are tried again as :func:`conformed` gives them.
+
+        Raises:
+            ConfigError: there is no template.
+            EnvError: the template refuses these messages.
+        """
+        try:
+            return self.render(messages, tools)
+        except EnvError:
+            other = conformed(messages)
+            if other == list(messages):
+                raise
+            return self.render(other, tools)
+
+    @cached_property
+    def call_form(self) -> CallForm:
+        """The first form in which a call gets through the template whole."""
+        for form in _CALL_FORMS:
+            call = {"id": "probe0000", "type": "function"}
+            call["function"] = {"name": "probename", "arguments": {"probekey": "probevalue"}}
+            turns = [
+                {"role": "user", "content": "probe"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": "probe", "name": "probename", "tool_call_id": "probe0000"},
+            ]
+            try:
+                text = self._run([_in_form(turn, form) for turn in turns], None, True)
+            except EnvError:
+                continue
+            # Python's own spelling of a dict, or text quoted once more, is not what the model was trained on.
+            garbled = "'probekey'" in text or '\\"probekey' in text
+            if "probename" in text and "probevalue" in text and not garbled:
+                return form
+        return CallForm()
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the template writes the tools into the prompt."""
+        tools = [{"type": "function", "function": _PROBE_TOOL}]
+        try:
+            return "probename" in self._run([{"role": "user", "content": "u"}], tools, True)
+        except EnvError:
+            return True  # it looks at them, and wants more than this
+
+    def _run(self, messages: Sequence[dict[str, Any]], tools: Tools, generation: bool) -> str:
+        from jinja2 import TemplateError
+
+        if not self._template:
+            raise ConfigError(
+                f"{self._name} has no chat template; put chat_template.jinja beside its tokenizer or pass one. Only "
+                "prompts that are sent as they are (--no-apply-chat-template) do without"
+            )
+        try:
+            return self._hf.apply_chat_template(
+                list(messages),
+                tools=list(tools) if tools else None,
+                chat_template=self._template if isinstance(self._template, str) else None,
+                add_generation_prompt=generation,
+                tokenize=False,
+            )
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            roles = ", ".join(str(m.get("role")) for m in messages)
+            raise EnvError(
+                f"the chat template of {self._name} cannot render messages with roles [{roles}]: {error}. "
+                f"Use roles and fields that this template knows, or pass another chat_template"
+            ) from error
+
+
+def _in_form(message: dict[str, Any], form: CallForm) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    calls = message["tool_calls"]
+    if form.arguments_as_text:
+        calls = [
+            {
+                **call,
+                "function": {
+                    **call["function"],
+                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                },
+            }
+            for call in calls
+        ]
+    return {**message, "content": message["content"] or form.no_content, "tool_calls": calls}
+
+
+def conformed(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation for templates that are strict about roles.
+
+    A system text is put before the first question, the answer to a call that could not be read comes from the user,
+    and what follows in the same role is one message.
+    """
+    result: list[dict[str, Any]] = []
+    called = False
+    for message in messages:
+        role = message["role"]
+        if role == "assistant":
+            called = bool(message.get("tool_calls"))
+        elif role == "system" or (role == "tool" and not called):
+            role = "user"
+        if role == "user" and result and result[-1]["role"] == "user":
+            result[-1] = {"role": "user", "content": f"{result[-1]['content']}\n\n{message['content']}"}
+        else:
+            result.append(
+                {**message, "role": role} if role == message["role"] else {"role": role, "content": message["content"]}
+            )
+    return result
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The conversation as templates take it: an inline observation is part of the assistant's message.
+
+    Raises:
+        EnvError: an inline observation follows no assistant message.
+    """
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        follows_inline = bool(joined) and joined[-1].pop("_open", False)
+        if message["role"] == INLINE or (message["role"] == "assistant" and follows_inline):
+            if not joined or joined[-1]["role"] != "assistant":
+                raise EnvError("an inline observation must follow an assistant message")
+            joined[-1]["content"] += message["content"]
+            joined[-1]["_open"] = message["role"] == INLINE
+        else:
+            joined.append(plain(message))
+    if joined:
+        joined[-1].pop("_open", None)
+    return joined
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """A copy with string content and tool-call arguments as a mapping."""
+    copied = dict(message)
+    copied["content"] = copied.get("content") or ""
+    calls = copied.get("tool_calls")
+    if calls:
+        copied["tool_calls"] = [_plain_call(call) for call in calls]
+    return copied
+
+
+def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function") or {"name": call.get("name", ""), "arguments": call.get("arguments", {})})
+    if isinstance(function.get("arguments"), str):
+        try:
+            function["arguments"] = json.loads(function["arguments"])
+        except ValueError:
+            function["arguments"] = {"arguments": function["arguments"]}
+    return {**call, "type": "function", "function": function}
