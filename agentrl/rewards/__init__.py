@@ -11,12 +11,14 @@ OpenAI-compatible server (:class:`Judge`).
 
 from agentrl.rewards.batched import BatchedReward, RewardItem
 from agentrl.rewards.combine import BUILT_IN, RewardFunction, RewardSet, load
+from agentrl.rewards.judge import Judge
 from agentrl.rewards.mathematics import boxed, last_number, math_answer
 from agentrl.rewards.text import exact_match, f1, normalize_answer
 
 __all__ = [
     "BUILT_IN",
     "BatchedReward",
+    "Judge",
     "RewardFunction",
     "RewardItem",
     "RewardSet",

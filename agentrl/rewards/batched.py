@@ -8,9 +8,10 @@ import inspect
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from agentrl.errors import AgentRLError, ConfigError, EnvError
+from agentrl.rewards.shared import SharedReward
 from agentrl.tools.threads import run_blocking
 
 
@@ -42,7 +43,7 @@ class _Line:
     collector: asyncio.Task[None] | None = None
 
 
-class BatchedReward:
+class BatchedReward(SharedReward):
     """A reward that scores batches. Subclasses define ``score``; a constructor may load a model.
 
     Episodes that end at about the same time are scored together; each gets its own score, or the error. A plain
@@ -70,14 +71,11 @@ class BatchedReward:
     timeout: float = 240.0
     """Seconds a batch may take."""
 
-    _runtime: ClassVar[tuple[str, ...]] = ("_lines", "_one_at_a_time")
+    _runtime = ("_lines", "_one_at_a_time")
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> BatchedReward:
-        # Not in __init__: subclasses write their own and need not call this one's.
-        self = super().__new__(cls)
+    def _open(self) -> None:
         self._lines: dict[asyncio.AbstractEventLoop, _Line] = {}  # of loops on which items wait
         self._one_at_a_time = threading.Lock()
-        return self
 
     def __init__(
         self, *, max_batch: int | None = None, max_wait: float | None = None, timeout: float | None = None
@@ -186,9 +184,3 @@ class BatchedReward:
             told = EnvError(f"{type(self).__name__}.score raised {type(error).__name__}: {error}")
         told.__cause__ = error
         return told
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> BatchedReward:
-        return self  # an environment may be copied; the model behind a reward is shared
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in self._runtime}

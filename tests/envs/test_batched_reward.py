@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import doctest
+import importlib
 import pickle
 import threading
 import time
@@ -128,6 +130,12 @@ def test_prompt_data_takes_a_class(file, tmp_path):
         env.reset(options={"split": "train", "index": 0})
     assert [env.step("four")[1] for env in envs] == [8.0] * 3  # from sync code, one after another
     assert type(envs[0].reward).made == 1 and envs[0].reward is envs[2].reward
+
+
+@pytest.mark.parametrize("module", ["batched", "judge"])
+def test_examples_run(module):
+    result = doctest.testmod(importlib.import_module(f"agentrl.rewards.{module}"))
+    assert result.attempted > 0 and result.failed == 0
 
 
 # -- batches ---------------------------------------------------------------------------------------
