@@ -1,0 +1,145 @@
+"""``PythonTool``: runs the model's Python code in a sandbox, with state over the calls of an episode."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from agentrl.tools.base import Tool, ToolError, ToolErrorType, ToolResult
+from agentrl.tools.sandbox import Limits, Result, Sandbox, Session, resolve
+from agentrl.tools.sandbox.isolated.worker import FLOOD_BYTES
+from agentrl.tools.sandbox.session import GRACE_SECONDS
+from agentrl.tools.sandbox.tiers import START_SECONDS
+
+_FENCE = re.compile(r"\s*```(?:python|py)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
+
+LOST = "Variables, imports and files are lost; the next call starts anew."
+
+
+class PythonTool(Tool):
+    """Runs Python code in a sandbox.
+
+    Variables, imports and files stay from call to call within an episode. What the code prints is shown, then the
+    value of its last expression as in a REPL, then what it raised. Code that passes a limit or ends its interpreter
+    loses that state, and the model is told so. The interpreter starts with the first call (about 30 ms), is stopped
+    between calls, and ends with the episode or with the process that owns it.
+
+    Which tier is a security boundary, and which is not: docs/safety.md.
+
+    Args:
+        tier: ``process``, ``bubblewrap``, ``container``; ``auto``: bubblewrap where it works, else process.
+        timeout: seconds of wall time of a call.
+        cpu_seconds: seconds of CPU time of a call, over all processes and threads; None: as ``timeout``.
+        memory_mb: mebibytes that the code's processes may use.
+        max_output: characters shown of what is printed, and of the value.
+        max_file_mb: mebibytes of one file.
+        max_disk_mb: mebibytes of all files of the episode.
+        max_files: number of files of the episode.
+        max_processes: processes and threads that run at once.
+        network: whether code may use the network.
+        packages: whether code may import the packages installed beside agentrl; else the standard library only.
+        image: image of the container, with Python 3.11 or newer; never pulled.
+
+    Raises:
+        ConfigError: a limit is impossible, or the tier does not work on this machine.
+
+    Example:
+        >>> python = PythonTool(tier="process")
+        >>> print(python(code="x = 6\\nprint('six')\\nx * 7").observation)
+        six
+        42
+        >>> python(code="x").observation
+        '6'
+        >>> python.close()
+    """
+
+    name = "python"
+    description = "Runs Python code. Variables are kept between calls; the value of the last expression is shown."
+
+    def __init__(
+        self,
+        tier: str = "auto",
+        timeout: float = 10.0,
+        cpu_seconds: int | None = None,
+        memory_mb: int = 512,
+        max_output: int = 4000,
+        max_file_mb: int = 16,
+        max_processes: int = 16,
+        network: bool = False,
+        *,
+        max_disk_mb: int = 64,
+        max_files: int = 1000,
+        packages: bool = False,
+        image: str | None = None,
+    ) -> None:
+        self.limits = Limits(
+            timeout=timeout,
+            cpu_seconds=cpu_seconds,
+            memory_mb=memory_mb,
+            max_output=max_output,
+            max_file_mb=max_file_mb,
+            max_disk_mb=max_disk_mb,
+            max_files=max_files,
+            max_processes=max_processes,
+        )
+        self.tier = tier if tier == "auto" else resolve(tier, image)
+        self.options: dict[str, Any] = {"network": network, "packages": packages, "image": image}
+        # The sandbox keeps the time of a call itself and says what came of it; this one is for when it cannot.
+        self.timeout = timeout + 2 * START_SECONDS + 2 * GRACE_SECONDS
+        self._session: Session | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_session": None}  # a copy gets an interpreter of its own
+
+    def __call__(self, code: str) -> ToolResult:
+        """Args:
+        code: Python source.
+        """
+        if self._session is None:
+            self.tier = resolve(self.tier, self.options["image"])
+            self._session = Session(Sandbox(self.tier, self.limits, **self.options))
+        fenced = _FENCE.fullmatch(code)
+        return self.show(self._session.run(fenced.group(1) if fenced else code))
+
+    def close(self) -> None:
+        """Ends the interpreter and everything that the code started."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def show(self, result: Result) -> ToolResult:
+        """A result as the model reads it."""
+        parts = [result.output.removesuffix("\n")] if result.output.strip() else []
+        if result.cut:
+            parts.append(f"[{result.cut} more bytes of output cut]")
+        if result.value is not None:
+            parts.append(result.value)
+        metadata: dict[str, Any] = {"tier": self.tier}
+        error = None
+        if result.lost:
+            metadata["state_lost"] = True
+            error = self._end_of(result)
+            parts.append(str(error))
+        elif result.error is not None:
+            error = ToolError(result.error.splitlines()[-1] if result.error else "", ToolErrorType.EXECUTION)
+            parts.append(result.error)
+        return ToolResult("\n".join(parts) or "(no output)", error, metadata=metadata)
+
+    def _end_of(self, result: Result) -> ToolError:
+        """Why the interpreter ended, in words that tell the model what to do differently."""
+        limits = self.limits
+        passed = {
+            "timeout": f"the code ran longer than {limits.timeout:g} s",
+            "cpu": f"the code used more than {limits.cpu_seconds} s of CPU time",
+            "memory": f"the code used more than {limits.memory_mb} MB of memory",
+            "processes": f"the code ran more than {limits.max_processes} processes or threads",
+            "disk": f"the code kept more than {limits.max_disk_mb} MB or {limits.max_files} files",
+            "output": f"the code printed more than {FLOOD_BYTES >> 20} MB",
+        }.get(result.status)
+        if result.status == "exited" and result.detail == "SIGXCPU":
+            passed = f"the code used more than {limits.cpu_seconds} s of CPU time"
+        if passed is None:
+            what = f"ended ({result.detail})" if result.status == "exited" else "could not go on"
+            return ToolError(f"the code's interpreter {what}. {LOST}", ToolErrorType.EXECUTION)
+        kind = ToolErrorType.TIMEOUT if result.status == "timeout" else ToolErrorType.LIMIT
+        return ToolError(f"{passed} and was stopped. {LOST}", kind)

@@ -1,0 +1,188 @@
+"""The interpreter that runs the model's code, kept over the calls of an episode.
+
+One file on its own: in a container it is handed to Python as text. It takes requests from descriptor 0 and
+answers on descriptor 1, and moves both away before any code runs, so that standard input is empty and standard
+output is the output pipe. Code that finds and writes to the moved descriptors breaks its own session and nothing
+else: whoever reads them trusts no word of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import fcntl
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+import time
+import traceback
+import types
+
+HIGH_FD = 100  # above what code opens, below its limit of open files
+FRAMES_SHOWN = 8
+SOURCES_KEPT = 64
+MESSAGE_CHARS = 1000
+
+
+def main(settings: dict, guards: list[str]) -> None:
+    """Serves requests until the pipe closes; never returns.
+
+    Args:
+        settings: ``cpu_seconds`` and ``max_output`` of a call; ``fence``: mark the end of a call's output;
+            ``alone``: whether this process may end every other one it can reach (in a container of its own).
+        guards: what confines this process, for the record.
+    """
+    requests = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, HIGH_FD)
+    replies = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, HIGH_FD)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    sys.dont_write_bytecode = True
+    sys.argv = [""]
+    sys.path += settings.get("more_path", ())
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # modules that the code wrote
+    interpreter = Interpreter(settings)
+    try:
+        _send(replies, {"guards": guards})
+        while (request := _receive(requests)) is not None:
+            _send(replies, interpreter.run(request))
+    finally:
+        os._exit(70)  # whatever happened: nothing of this process runs on
+
+
+class Interpreter:
+    """Runs code in one namespace, as a REPL does."""
+
+    def __init__(self, settings: dict) -> None:
+        self.max_output = settings["max_output"]
+        self.cpu_seconds = settings["cpu_seconds"]
+        self.fence = settings.get("fence", False)
+        self.alone = settings.get("alone", False)
+        self.calls = 0
+        self.sources: dict[str, list[str]] = {}
+        module = types.ModuleType("__main__")
+        sys.modules["__main__"] = module
+        self.namespace = module.__dict__
+        builtins.exit = builtins.quit = sys.exit  # `site` would define them
+
+    def run(self, request: dict) -> dict:
+        """One call: ``value`` is the last expression's, ``error`` what was raised, both as text."""
+        self.calls += 1
+        self._limit_cpu()
+        # Made anew for each call: code may have closed or replaced them.
+        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
+        reply: dict = {}
+        try:
+            value = self._execute(request["code"])
+            if value is not None:
+                self.namespace["_"] = value
+                reply["value"] = _cut(repr(value), self.max_output)
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                reply["error"] = _cut(f"SystemExit: {error.code}", MESSAGE_CHARS)
+        except BaseException as error:
+            reply["error"] = self._describe(error)
+        self._flush()
+        if self.alone:
+            _end_all_others()
+        if self.fence:
+            os.write(2, request["fence"].encode())
+        return reply
+
+    def _limit_cpu(self) -> None:
+        """The kernel's own limit, moved on by what a call may use. Code can undo it; the supervisor counts too."""
+        used = int(time.process_time()) + 1
+        _, most = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (used + self.cpu_seconds, most))
+        signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+
+    def _execute(self, code: str):
+        name = f"<code {self.calls}>"
+        self.sources[name] = code.splitlines()
+        if len(self.sources) > SOURCES_KEPT:
+            del self.sources[next(iter(self.sources))]
+        tree = ast.parse(code, name)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, name, "exec", dont_inherit=True), self.namespace)
+        if last is None:
+            return None
+        return eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), self.namespace)
+
+    def _flush(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (ValueError, OSError, AttributeError):
+                continue  # closed or replaced by the code: its output is its own affair
+
+    def _describe(self, error: BaseException) -> str:
+        """The traceback of the code's own frames, without paths of this machine."""
+        frames, step = [], error.__traceback__
+        while step is not None:
+            place = step.tb_frame.f_code
+            if place.co_filename.startswith("<code "):
+                frames.append(self._frame(place.co_filename, step.tb_lineno, place.co_name))
+            step = step.tb_next
+        if len(frames) > FRAMES_SHOWN:
+            half = FRAMES_SHOWN // 2
+            frames[half:-half] = [f"  ({len(frames) - 2 * half} more)"]
+        text = "".join(traceback.format_exception_only(error)).strip()
+        text = text.replace(f"<code {self.calls}>", "<code>")
+        for path in sorted({sys.prefix, sys.base_prefix, os.getcwd(), *sys.path}, key=len, reverse=True):
+            text = text.replace(path + "/", "") if len(path) > 1 else text
+        lines = ["Traceback (most recent call last):", *frames] if frames else []
+        return "\n".join([*lines, _cut(text, MESSAGE_CHARS)])
+
+    def _frame(self, name: str, line: int, function: str) -> str:
+        current = name == f"<code {self.calls}>"
+        lines = self.sources.get(name, [])
+        source = lines[line - 1].strip()[:120] if 0 < line <= len(lines) else ""
+        where = "<code>" if current else "<code> of an earlier call"
+        return f"  {where}, line {line}, in {function}: {source}".rstrip(": ")
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}\n[{len(text) - most} more characters cut]"
+
+
+def _end_all_others() -> None:
+    try:
+        os.kill(-1, signal.SIGKILL)  # spares the caller and, in a container of its own, knows nobody else
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def _send(fd: int, message: dict) -> None:
+    body = json.dumps(message).encode("ascii")
+    data = memoryview(struct.pack("!I", len(body)) + body)
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _receive(fd: int) -> dict | None:
+    header = _read(fd, 4)
+    if header is None:
+        return None
+    body = _read(fd, struct.unpack("!I", header)[0])
+    return None if body is None else json.loads(body)
+
+
+def _read(fd: int, size: int) -> bytes | None:
+    data = b""
+    while len(data) < size:
+        piece = os.read(fd, size - len(data))
+        if not piece:
+            return None
+        data += piece
+    return data
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), [])

@@ -1,0 +1,48 @@
+"""What the model's code may use."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from agentrl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a sandbox. Each is for one call unless it says otherwise.
+
+    Raises:
+        ConfigError: a value is impossible.
+    """
+
+    timeout: float = 10.0
+    """Seconds of wall time."""
+    cpu_seconds: int | None = None
+    """Seconds of CPU time, over all processes and threads; None: as ``timeout``, rounded up."""
+    memory_mb: int = 512
+    """Mebibytes: address space of each process, and memory of all of them together."""
+    max_output: int = 4000
+    """Characters kept of what is printed, and of the value shown."""
+    max_file_mb: int = 16
+    """Mebibytes of one file."""
+    max_disk_mb: int = 64
+    """Mebibytes of all files of the episode."""
+    max_files: int = 1000
+    """Files and folders of the episode."""
+    max_processes: int = 16
+    """Processes and threads that run at once, the interpreter's own first one included."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "cpu_seconds" and value is None:
+                value = math.ceil(self.timeout)
+                object.__setattr__(self, field.name, value)
+            whole = field.name != "timeout"
+            fits = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+            least = {"memory_mb": 64}.get(field.name, 1 if whole else 0.01)
+            if not fits or not math.isfinite(value) or value < least:
+                kind = "a whole number" if whole else "a number"
+                raise ConfigError(f"sandbox: {field.name} is {value!r}; {kind} of at least {least} is expected.")
