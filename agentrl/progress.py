@@ -7,6 +7,7 @@ of its own beyond rich's refresh (four times a second at most), because two core
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -48,6 +49,20 @@ def shown(path: Path) -> str:
     """A path as a person would type it from here."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
+
+
+# C0 but tab and newline, DEL, C1, and what reverses or breaks lines in Unicode.
+_UNPRINTABLE = re.compile(
+    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u2028\\u2029\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    """``text`` of a model or a data file as it may go to a terminal: control characters become escapes.
+
+    Left as they are they could move the cursor, change the title or write into the clipboard.
+    """
+    return _UNPRINTABLE.sub(lambda found: ascii(found.group())[1:-1], text)
 
 
 class Progress:
@@ -165,13 +180,13 @@ def episode_panel(trajectory: Trajectory, title: str) -> Panel:
         for call in message.get("tool_calls") or []:
             function = call.get("function", call)
             parts.append(f"→ {function.get('name')}({function.get('arguments')})")
-        text.append("\n           ".join(p for p in parts if p), style=style)
+        text.append("\n           ".join(printable(str(p)) for p in parts if p), style=style)
         body.append(text)
     verdict = "success" if trajectory.success else "no success"
     end = f"{verdict}, reward {trajectory.reward:g}, stopped: {trajectory.stop_reason}, {trajectory.num_turns} turns"
     answer = trajectory.info.get("answer")
     if answer is not None:
-        end += f" (right answer: {answer})"
+        end += f" (right answer: {printable(str(answer))})"
     body.append(Text(end, style="bold"))
     return Panel(Group(*body), title=escape(title), border_style="dim", expand=False)
 

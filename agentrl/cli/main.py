@@ -15,6 +15,9 @@ from agentrl.errors import AgentRLError
 COMMANDS = {
     "train": "train an agent in an environment",
     "eval": "evaluate an agent on held-out tasks",
+    "compare": "compare two evaluations, task by task",
+    "show": "show episodes of a run, turn by turn",
+    "serve": "serve a model at an OpenAI-compatible address",
     "export": "write a checkpoint of a run as a Hugging Face model",
     "env": "list environments, show one",
     "serve-retriever": "serve search over your own corpus (Search-R1's /retrieve API)",

@@ -51,6 +51,8 @@ class EnginePool:
             process ended is noticed at once and without checks.
         health_timeout: seconds such a check may take. Two failures in a row make an engine dead.
         max_failed_starts: replacements in a row that may fail to start before the pool gives up.
+        router: more arguments of :class:`~agentrl.rollout.router.RouterProcess`, such as a ``host`` of its own, a fixed
+            ``port`` or a given ``api_key``.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class EnginePool:
         health_interval: float = 15.0,
         health_timeout: float = 45.0,
         max_failed_starts: int = 3,
+        router: dict[str, Any] | None = None,
     ) -> None:
         if n < 1 or (ray_options is not None and len(ray_options) != n):
             given = "" if ray_options is None else f" with {len(ray_options)} Ray options; give one an engine"
@@ -80,8 +83,8 @@ class EnginePool:
         self._log_dir = None if log_dir is None else os.fspath(log_dir)
         self._ray_options = ray_options
         self._engine_key = new_api_key()
-        self._policy = policy
-        self._router = self._new_router()
+        self._router_arguments = {"policy": policy, "log_dir": self._log_dir, "host": host, **(router or {})}
+        self._router = RouterProcess(**self._router_arguments)
         self._places = [PooledEngine(index) for index in range(n)]
         # Its own threads: the loop's few default ones may all be taken by something that blocks.
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="agentrl-router")
@@ -167,6 +170,12 @@ class EnginePool:
         for result in results:
             if isinstance(result, BaseException):
                 raise result
+
+    async def wait_until_broken(self) -> str:
+        """Wait until the pool can serve no more; the reason, see :attr:`broken`."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._broken)
+        return str(self._broken)
 
     # Weights.
 
@@ -372,9 +381,6 @@ class EnginePool:
                 if misses[url] >= 2:
                     self._replace(place, f"it did not answer two health checks of {self.health_timeout:g} s")
 
-    def _new_router(self, port: int = 0, api_key: str | None = None) -> RouterProcess:
-        return RouterProcess(policy=self._policy, log_dir=self._log_dir, host=self.host, port=port, api_key=api_key)
-
     async def _watch_router(self) -> None:
         """Start the router again, at the same address and with the same key, should it end."""
         while True:
@@ -393,7 +399,8 @@ class EnginePool:
     async def _restart_router(self) -> bool:
         for _ in range(_ROUTER_ATTEMPTS):
             await self._threaded(self._router.stop)
-            self._router = self._new_router(self._router.port, self._router.api_key)
+            same = {"port": self._router.port, "api_key": self._router.api_key}
+            self._router = RouterProcess(**{**self._router_arguments, **same})
             try:
                 await self._threaded(self._router.start, self.start_timeout)
                 return True

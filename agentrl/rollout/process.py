@@ -89,7 +89,7 @@ class ServerProcess:
         log_dir: folder of the log file ``<name>.log``; a private temporary folder if ``None``.
         host: address to listen on.
         port: fixed port, or 0 for a free one (retried when somebody takes it first).
-        api_key: key that the server asks for; a new random one if ``None``.
+        api_key: key that the server asks for; a new random one if ``None``, no key at all if empty.
         health_path: answers 200 when the server can take requests.
     """
 
@@ -111,7 +111,7 @@ class ServerProcess:
         self.host = host
         self.requested_port = port
         self.port = port
-        self.api_key = api_key or new_api_key()
+        self.api_key = new_api_key() if api_key is None else api_key
         self.health_path = health_path
         self.scratch: Path | None = None  # private temporary folder, while the server runs
         self._log_dir = log_dir

@@ -11,6 +11,8 @@ SGLang's server, unchanged, with what a run needs around it:
 - one gloo device shared by all of SGLang's process groups: each would open a listening socket and run
   a thread that wakes up a hundred times a second;
 - only the model that is served is imported, not SGLang's whole collection (2 s and 100 MB);
+- tools of a chat request reach the chat template as the client sent them, as they do in training; SGLang would add an
+  empty field to each, which a model has never seen;
 - files that SGLang keeps in ``/dev/shm`` are put into the engine's private temporary folder, which is
   removed with the engine.
 
@@ -115,6 +117,21 @@ def redact_keys() -> None:
     engine._server_args_for_logging = without_keys
 
 
+def leave_tools_as_sent() -> None:
+    """Keep ``"defer_loading": null`` out of the tools that chat templates render."""
+    from sglang.srt.entrypoints.openai import protocol
+
+    dump = protocol.Tool.model_dump
+
+    def without_empty(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        fields = dump(self, *args, **kwargs)
+        if fields.get("defer_loading", 0) is None:
+            del fields["defer_loading"]
+        return fields
+
+    protocol.Tool.model_dump = without_empty
+
+
 def main(argv: list[str]) -> None:
     """Serve until stopped. Raises SystemExit with SGLang's status."""
     die_with_owner()
@@ -136,6 +153,8 @@ def main(argv: list[str]) -> None:
     import_only_served_model(server_args.model_path)
     leave_out_megatron()
     from sglang.srt.entrypoints import http_server  # noqa: F401  imported before the fork, for all
+
+    leave_tools_as_sent()
 
     gc.freeze()
     gc.enable()

@@ -1,0 +1,153 @@
+"""``agentrl compare``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.load import load_options
+from agentrl.errors import ConfigError
+
+INTRO = """\
+Compare two evaluations of the same tasks, task by task.
+
+  agentrl compare runs/eval-before runs/eval-after
+  agentrl compare runs/NAME@0 runs/NAME@40                two evaluations inside a training run
+
+A and B are folders of `agentrl eval`, or of `agentrl train` with the number of rollouts behind an @ (without:
+its newest evaluation). The difference is B - A."""
+
+SHOWN = 10
+"""Tasks listed in each direction without --all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """Comparison"""
+
+    set: tuple[str, ...] = ()
+    """Held-out set to compare; unset: all that both runs have. Repeatable."""
+    all: bool = False
+    """List every task on which the runs differ."""
+    intersect: bool = False
+    """Where the runs are of different tasks, compare those that are in both."""
+    force: bool = False
+    """Compare although the environment, its code or its data have changed between the runs."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def usage(argv: Sequence[str]) -> str:
+    """Help text."""
+    from agentrl.cli.help import command_help
+
+    return command_help("compare A B [OPTIONS]", INTRO, CompareOptions)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Compare; returns the exit code."""
+    words = leading_words(argv)
+    if len(words) != 2:
+        raise ConfigError(
+            f"agentrl compare needs two runs before its options, got {len(words)}: agentrl compare A B [OPTIONS]"
+        )
+    options = load_options(CompareOptions, argv[2:])
+    from agentrl.evaluation.compare import compare
+    from agentrl.evaluation.results import load
+
+    a, b = (load(path, step=step, segments=False) for path, step in map(place, words))
+    compared = compare(a, b, sets=options.set, intersect=options.intersect, force=options.force)
+    if options.json:
+        from agentrl.data.files import finite
+
+        result = {"a": words[0], "b": words[1], "sets": {c.name: c.to_dict() for c in compared}}
+        print(json.dumps(finite(result), indent=2, allow_nan=False))
+        return 0
+    _print(words, compared, options.all)
+    return 0
+
+
+def leading_words(argv: Sequence[str]) -> list[str]:
+    """The arguments before the first option."""
+    end = next((i for i, word in enumerate(argv) if word.startswith("--")), len(argv))
+    return list(argv[:end])
+
+
+def place(word: str) -> tuple[Path, int | None]:
+    """``RUN@STEP`` taken apart; a folder whose own name has an ``@`` is that folder."""
+    name, _, step = word.rpartition("@")
+    if name and step.isdecimal() and not Path(word).expanduser().exists():
+        return Path(name), int(step)
+    return Path(word), None
+
+
+def _print(words: Sequence[str], compared: Sequence[Any], everything: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from agentrl.evaluation.compare import in_words
+    from agentrl.progress import printable
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(Text(printable(f"A  {words[0]}\nB  {words[1]}")))
+    for c in compared:
+        table = Table(title=Text(f"{printable(c.name)}: {tasks(c.n_tasks)} in pairs"), title_justify="left")
+        for heading in ("", "A", "B", "B - A", "95 % interval", "p"):
+            table.add_column(heading, justify="left" if not heading else "right")
+        both = (("success", c.success, "{:.1%}".format, points), ("reward", c.reward, "{:.3f}".format, plain))
+        for what, paired, level, written in both:
+            interval = written(paired.low, paired.high) if paired.low == paired.low else "-"
+            table.add_row(
+                what, level(paired.a), level(paired.b), written(paired.difference), interval, f"{paired.p:.2g}"
+            )
+        table.add_row("episodes", *map(str, c.episodes), "", "", "")
+        table.add_row("errors (not scored)", *map(str, c.errors), "", "", "")
+        console.print(table)
+        for what, paired, _, written in both:
+            console.print(Text(in_words(paired, what, written)))
+        for note in c.notes:
+            console.print(Text(printable(f"note: {note}"), style="yellow"))
+        for why, ids in c.left_out.items():
+            _list(console, f"{tasks(len(ids))} left out, {why}", ids, everything)
+        _list(console, f"{tasks(len(c.gained))} that B solves more often", map(_flip, c.gained), everything)
+        _list(console, f"{tasks(len(c.lost))} that B solves less often", map(_flip, c.lost), everything)
+    if len(compared) > 1:
+        level = 0.05 / len(compared)
+        console.print(Text(f"{len(compared)} sets are tested: one of them counts below p = {level:.2g} (Bonferroni)."))
+
+
+def tasks(n: int) -> str:
+    """``n`` tasks, in words."""
+    return "1 task" if n == 1 else f"{n} tasks"
+
+
+def points(*shares: float) -> str:
+    """Differences of rates, in percentage points."""
+    return " to ".join(f"{100 * share:+.1f}" for share in shares) + " points"
+
+
+def plain(*differences: float) -> str:
+    """Differences of rewards."""
+    return " to ".join(f"{difference:+.3f}" for difference in differences)
+
+
+def _flip(flip: Any) -> str:
+    return flip.task_id if {flip.a, flip.b} == {0.0, 1.0} else f"{flip.task_id}  {flip.a:.0%} -> {flip.b:.0%}"
+
+
+def _list(console: Any, heading: str, lines: Iterable[str], everything: bool) -> None:
+    from rich.text import Text
+
+    from agentrl.progress import printable
+
+    lines = list(lines)
+    shown = lines if everything else lines[:SHOWN]
+    more = [f"... and {len(lines) - len(shown)} more: --all lists them"] if len(shown) < len(lines) else []
+    text = Text(printable(heading) + (":" if lines else ""))
+    for line in (*shown, *more):
+        text.append(f"\n  {printable(line)}")
+    console.print(text)
