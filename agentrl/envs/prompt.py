@@ -23,8 +23,9 @@ class PromptEnv(ToolEnv):
         label_key: Column of the answer.
         metadata_key: Column handed to the reward as ``row["metadata"]``.
         apply_chat_template: False: ``info["raw_prompt"]`` holds the text to send without a template.
-        reward: A name (``exact_match``, ``f1``, ``math``), a function or class, ``module:name`` or ``file.py:name``;
-            called as ``reward(text, answer)``, see :mod:`agentrl.rewards`.
+        reward: A name (``exact_match``, ``f1``, ``math``), a function or class, ``module:name`` or ``file.py:name``,
+            or a list of them, each alone or as ``(weight, reward)``; called as ``reward(text, answer)``, see
+            :mod:`agentrl.rewards`.
         test_fraction: Share of the rows held out of training.
         data_seed: Handed to a function that makes the rows and takes ``seed``.
         streaming: Leave the rows on disk.
@@ -60,10 +61,11 @@ class PromptEnv(ToolEnv):
         loaded = open_rows(path, columns, seed=data_seed, streaming=streaming, workers=workers, cache_dir=cache_dir)
         if not apply_chat_template and loaded.chats:
             raise DataError(f"{path} has prompts in chat form: they need a chat template (apply_chat_template).")
-        self.reward = rewards.load(reward)
-        if isinstance(reward, str) and reward in rewards.BUILT_IN and not loaded.answered:
+        self.reward = rewards.load_all(reward)
+        compares = next((name for name, function in rewards.BUILT_IN.items() if function is self.reward), None)
+        if compares and not loaded.answered:
             raise DataError(
-                f"{path} has no column {label_key!r}, which the reward {reward!r} compares with. Set --label-key."
+                f"{path} has no column {label_key!r}, which the reward {compares!r} compares with. Set --label-key."
             )
         self.tasks = split_rows(loaded, test_fraction)
         self.splits = tuple(self.tasks)

@@ -62,6 +62,15 @@ def _find(spec: Any) -> Any:
     return spec
 
 
+def load_all(rewards: Any) -> Any:
+    """What a :class:`RewardSet` takes, with everything in it found and made. Raises ConfigError as :func:`load`."""
+    if _is_pair(rewards):
+        return rewards[0], load(rewards[1])
+    if isinstance(rewards, (list, tuple)):
+        return [load_all(entry) for entry in rewards]
+    return load(rewards)
+
+
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -128,7 +137,8 @@ class RewardSet:
 
 
 def _is_pair(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], (int, float))
+    """A weight and a function; a list where it came from JSON."""
+    return isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], (int, float))
 
 
 async def _call(function: RewardFunction, text: str, answer: Any, named: dict[str, Any]) -> Any:
