@@ -1,51 +1,71 @@
-"""``agentrl env list`` and ``agentrl env show NAME``."""
+"""``agentrl env``: list environments, show, check and play one, begin a new one."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.config.values import parse_key_value
-from agentrl.errors import ConfigError
+from agentrl.config.load import load_options
+from agentrl.errors import AgentRLError, ConfigError
 
-USAGE = """\
-usage: agentrl env list
-       agentrl env show NAME [--env-arg KEY=VALUE ...]
+ACTIONS = {
+    "list": "the known environments, each with a line on what it is",
+    "show": "one environment: what it is, arguments, splits, tools, a first task",
+    "check": "whether an environment keeps what training and evaluation rely on",
+    "play": "take the model's place in the terminal",
+    "new": "write a small package with an environment, a tool and a test, to begin from",
+}
 
-List the registered environments, or show one: what it is, its splits, its tools, a first task.
-NAME is what --env takes: a registered name, module:Class or path/to/file.py:Class."""
+INTRO = """\
+  agentrl env list
+  agentrl env show search
+  agentrl env check my_env.py:MyEnv
+  agentrl env play gym:FrozenLake-v1 --env-arg is_slippery=false
+  agentrl env new warehouse
+
+NAME is what --env takes: a registered name, module:Class, path/to/file.py:Class, or gym:ID for any environment of
+Gymnasium.
+`agentrl env ACTION --help` shows the options of an action."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions:
+    """Environment"""
+
+    env_args: dict[str, Any] = field(default_factory=dict)
+    """Argument of the environment as `KEY=VALUE`; the value is read as JSON where it is JSON. Repeatable."""
 
 
 def usage(argv: Sequence[str]) -> str:
-    """Help text."""
-    return USAGE
+    """Help text, of an action if one is named."""
+    action = next((word for word in argv if word in ACTIONS), None)
+    if action in ("check", "play", "new"):
+        return importlib.import_module(f"agentrl.cli.env_{action}").usage(argv)
+    if action == "show":
+        from agentrl.cli.help import command_help
+
+        return command_help("env show NAME [OPTIONS]", f"Show {ACTIONS['show']}.", ShowOptions)
+    lines = [f"  {name:<6} {what}" for name, what in ACTIONS.items()]
+    return "\n".join(["usage: agentrl env ACTION [NAME] [OPTIONS]", "", *lines, "", INTRO])
 
 
 def run(argv: Sequence[str]) -> int:
-    """List or show; returns the exit code."""
-    if not argv or argv[0] not in ("list", "show"):
-        given = f", got {argv[0]!r}" if argv else ""
-        raise ConfigError(f"agentrl env: expected `list` or `show NAME`{given}. `agentrl env --help` says more.")
-    if argv[0] == "list":
-        return _list(argv[1:])
-    if len(argv) < 2 or argv[1].startswith("-"):
-        raise ConfigError("agentrl env show: expected the name of an environment. `agentrl env list` shows them.")
-    return _show(argv[1], _env_args(argv[2:]))
-
-
-def _env_args(words: Sequence[str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    rest = list(words)
-    while rest:
-        flag, sep, inline = rest.pop(0).partition("=")
-        if flag != "--env-arg":
-            raise ConfigError(f"agentrl env show: unknown argument {flag!r}; it takes --env-arg KEY=VALUE.")
-        if not sep and not rest:
-            raise ConfigError("--env-arg: expected KEY=VALUE, got nothing")
-        key, value = parse_key_value(inline if sep else rest.pop(0), "--env-arg")
-        values[key] = value
-    return values
+    """One action; returns the exit code."""
+    action, rest = (argv[0], argv[1:]) if argv else ("", ())
+    if action not in ACTIONS:
+        given = f", got {action!r}" if argv else ""
+        raise ConfigError(f"agentrl env: expected one of {', '.join(ACTIONS)}{given}. `agentrl env --help` says more.")
+    if action == "list":
+        return _list(rest)
+    if not rest or rest[0].startswith("-"):
+        what = "the name of the new environment, such as warehouse" if action == "new" else "the name of an environment"
+        raise ConfigError(f"agentrl env {action}: expected {what}. `agentrl env list` shows those there are.")
+    if action == "show":
+        return _show(rest[0], load_options(ShowOptions, rest[1:]).env_args)
+    return importlib.import_module(f"agentrl.cli.env_{action}").run(rest[0], rest[1:])
 
 
 def _list(words: Sequence[str]) -> int:
@@ -53,9 +73,25 @@ def _list(words: Sequence[str]) -> int:
 
     if words:
         raise ConfigError(f"agentrl env list takes no arguments, got {' '.join(words)!r}")
-    for name in agentrl.registered():
-        print(name)
+    rows = [(name, *_about(name)) for name in agentrl.registered()]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+    for name, splits, text in rows:
+        print(f"{name:<{widths[0]}}  {splits:<{widths[1]}}  {text}".rstrip())
     return 0
+
+
+def _about(name: str) -> tuple[str, str]:
+    """Splits and a line on an environment, without making it. One that cannot be loaded must not hide the others."""
+    from agentrl.envs.registry import find
+    from agentrl.loading import load_object
+
+    try:
+        made_by = load_object(find(name).entry_point, "environment")
+    except (AgentRLError, ImportError) as error:
+        return "", f"cannot be loaded: {str(error).splitlines()[0]}"
+    splits = ", ".join(getattr(made_by, "splits", ()))
+    text = inspect.cleandoc(made_by.__doc__ or "")
+    return splits, text.split("\n\n")[0].replace("\n", " ").replace("`", "")
 
 
 def _show(name: str, env_args: dict[str, Any]) -> int:
@@ -76,17 +112,44 @@ def describe(env: Any, name: str) -> list[str]:
     lines = [f"{name}  ({cls.__module__}:{cls.__qualname__})", ""]
     if cls.__doc__:  # its own: that of ToolEnv, which it would inherit, says nothing about it
         lines += [inspect.cleandoc(cls.__doc__), ""]
-    for split in env.unwrapped.splits:
-        count = env.unwrapped.num_tasks(split)
+    for split in env.splits:
+        count = env.num_tasks(split)
         lines.append(f"split {split}: {'unlimited tasks' if count is None else f'{count} tasks'}")
-    lines += [f"max turns: {env.unwrapped.max_turns}", ""]
+    lines.append(f"max turns: {env.max_turns}")
+    wrappers = str(env).count("<") - str(env.unwrapped).count("<")
+    if wrappers:
+        lines.append(f"wrapped: {env}")
+    lines += ["", "arguments (--env-arg):", *_arguments(cls), ""]
     observation, info = env.reset(seed=0)
-    for tool in info.get("tools", ()):
+    lines += tool_lines(info.get("tools") or ())
+    lines += ["", "a task:", *message_lines(info, observation)]
+    return lines
+
+
+def _arguments(cls: type) -> list[str]:
+    parameters = [
+        p for p in inspect.signature(cls).parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    named = {p.name: "needed" if p.default is p.empty else repr(p.default) for p in parameters}
+    known = {**{name: repr(getattr(cls, name, None)) for name in getattr(cls, "settings", ())}, **named}
+    return [f"  {name} = {value}" for name, value in known.items() if name != "render_mode"]
+
+
+def tool_lines(tools: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each tool: name, parameters, what it does."""
+    lines = []
+    for tool in tools:
         function = tool.get("function", tool)
         arguments = ", ".join(function.get("parameters", {}).get("properties", {}))
         lines.append(f"tool {function['name']}({arguments}): {function.get('description', '')}")
-    lines += ["", "a task:"]
-    lines += [f"[{message['role']}] {message.get('content', '')}" for message in info.get("messages", ())] or [
-        observation
-    ]
     return lines
+
+
+def message_lines(info: dict[str, Any], observation: str = "") -> list[str]:
+    """The messages of a reset or step, each under its role; those of every agent where there are several."""
+    lines = []
+    for agent, prompt in (info.get("prompts") or {}).items():
+        messages = prompt.get("messages", ()) if isinstance(prompt, dict) else [{"role": "system", "content": prompt}]
+        lines += [f"[{agent}: {message['role']}] {message.get('content', '')}" for message in messages]
+    lines += [f"[{message['role']}] {message.get('content', '')}" for message in info.get("messages", ())]
+    return lines or [observation]

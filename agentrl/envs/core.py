@@ -64,6 +64,9 @@ class Env(gymnasium.Env[str, str]):
     call_format: str = "auto"
     """How the model writes tool calls (:func:`agentrl.tools.get_parser`); ``auto``: the loop decides."""
 
+    example_actions: tuple[str, ...] = ()
+    """Some turns that make sense in an episode, beside tool calls: ``agentrl env check`` plays them."""
+
     settings: ClassVar[tuple[str, ...]] = ("max_turns", "call_format", "render_mode")
     """Attributes every constructor takes as keyword arguments, named in its signature or not."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from typing import Any
@@ -113,6 +114,9 @@ class GymEnv(Env):
         self.reset_options = reset_options
         self.system_prompt = system_prompt
         self._parser = get_parser("none")
+        sampler = copy.deepcopy(self.inner.action_space)
+        sampler.seed(0)
+        self.example_actions = tuple(f"action: {observation_words(sampler.sample())}" for _ in range(6))
 
     def num_tasks(self, split: str) -> int | None:
         """``train_tasks`` or ``test_tasks``."""

@@ -144,7 +144,7 @@ def make(spec: str | type[Env] | Callable[..., Any], **kwargs: Any) -> Env | Wra
         raise ConfigError(f"expected the name of an environment or a subclass of agentrl.Env, got {spec!r:.80}.")
     entry = find(spec)
     if entry.entry_point in gymnasium.registry:
-        return _ours(gymnasium.make(entry.entry_point, **kwargs), spec)
+        return with_async(gymnasium.make(entry.entry_point, **kwargs), spec)
     arguments = {**copy.deepcopy(entry.kwargs), **kwargs}
     env = _built(load_object(entry.entry_point, "environment"), arguments, spec, entry.entry_point)
     env.unwrapped.spec = _gym_spec(entry, kwargs)
@@ -172,13 +172,13 @@ def _built(maker: Any, arguments: dict[str, Any], spec: str, entry_point: str = 
     late = {} if takes_all else {k: v for k, v in arguments.items() if k in Env.settings and k not in parameters}
     arguments = {k: v for k, v in arguments.items() if k not in late}
     _check_arguments(maker, arguments, spec, ())
-    made = _ours(maker(**arguments), spec, f"{named} returned")
+    made = with_async(maker(**arguments), spec, f"{named} returned")
     for name, value in late.items():
         setattr(made.unwrapped, name, value)
     return made
 
 
-def _ours(env: Any, spec: str, found: str = "") -> Env | Wrapper:
+def with_async(env: Any, spec: str, found: str = "") -> Env | Wrapper:
     """``env`` with async entry points: under Gymnasium's own wrappers only if somebody asked for those."""
     if not isinstance(env, gymnasium.Env) or not isinstance(env.unwrapped, Env):
         kind = type(env.unwrapped if isinstance(env, gymnasium.Env) else env).__name__

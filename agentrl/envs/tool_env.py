@@ -145,7 +145,8 @@ class ToolEnv(Env):
 
         Returns:
             The prompt; or ``(prompt, answer)``; or a dict with ``prompt``, ``answer``, optionally
-            ``task_id``, and anything the tools or the reward need. A prompt is text or a list of messages.
+            ``task_id`` and ``category`` (scores are also given by category), and anything the tools or the reward
+            need. A prompt is text or a list of messages.
         """
         raise NotImplementedError(f"{type(self).__name__} defines neither `task` nor `tasks`.")
 
@@ -185,6 +186,8 @@ class ToolEnv(Env):
         self._total = 0.0
         messages = self.first_messages(self.row)
         info: dict[str, Any] = {"task_id": str(self.row.get("task_id", f"{split}/{index}")), "messages": messages}
+        if "category" in self.row:
+            info["category"] = str(self.row["category"])
         if self._tools and self._parser.structured:
             info["tools"] = schemas
         if self._parser.stop:

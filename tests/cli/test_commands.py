@@ -76,13 +76,13 @@ def test_export_of_a_run_that_is_not_there_speaks_of_the_run(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["env"], "`list` or `show NAME`"),
+        (["env"], "one of list, show, check, play, new"),
         (["env", "shwo"], "'shwo'"),
         (["env", "show"], "name of an environment"),
         (["env", "list", "x"], "'x'"),
         (["env", "show", "serch"], "search"),
         (["env", "show", "search", "--env-arg"], "--env-arg"),
-        (["env", "show", "search", "--topk=2"], "--env-arg KEY=VALUE"),
+        (["env", "show", "search", "--topk=2"], "--topk"),
     ],
 )
 def test_wrong_use_of_env(words, part, capsys):

@@ -38,6 +38,7 @@ class WorldQuestions(Sequence[Row]):
             "answer": question.answer,
             "task_id": f"search-{self._world.seed}/{self._split}/{index}",
             "hops": question.hops,
+            "category": f"{question.hops}-hop",
         }
 
 
@@ -59,9 +60,9 @@ def load_questions(path: str) -> tuple[Row, ...]:
         except ValueError as error:
             raise DataError(f"{source}:{number}: {error}") from error
         origin = record.get("data_source") or source.stem
-        rows.append(
-            {"prompt": question, "answer": answers, "task_id": f"{source.stem}/{number}", "data_source": str(origin)}
-        )
+        task_id = f"{source.stem}/{number}"
+        kind = {"data_source": str(origin), "category": str(origin)}
+        rows.append({"prompt": question, "answer": answers, "task_id": task_id, **kind})
     if not rows:
         raise DataError(f"{source}: no question in the file; expected one JSON object a line")
     return tuple(rows)

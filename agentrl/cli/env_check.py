@@ -1,0 +1,37 @@
+"""``agentrl env check NAME``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentrl.cli.env import ShowOptions
+from agentrl.config.load import load_options
+
+INTRO = """\
+Check an environment before it is trained on: Gymnasium's own checker, text that breaks things, blocking and async calls
+alike, the same seed the same episode, two instances at once, schemas of tools, splits that share no task.
+Prints a line for each check; the exit code is 1 when one failed.
+
+  agentrl env check search
+  agentrl env check my_env.py:MyEnv --env-arg difficulty=2"""
+
+
+def usage(argv: Sequence[str]) -> str:
+    """Help text."""
+    from agentrl.cli.help import command_help
+
+    return command_help("env check NAME [OPTIONS]", INTRO, ShowOptions)
+
+
+def run(name: str, argv: Sequence[str]) -> int:
+    """Check and print the report; returns the exit code."""
+    given = load_options(ShowOptions, argv)
+    from agentrl.envs.checker import check_env
+
+    report = check_env(name, **given.env_args)
+    print(report)
+    if report.ok:
+        print(f"\n{name} passes.")
+        return 0
+    print(f"\n{name}: {len(report.failed)} of {len(report.results)} checks failed.")
+    return 1

@@ -1,0 +1,97 @@
+"""``agentrl env new NAME``: a package to begin from."""
+
+from __future__ import annotations
+
+import keyword
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from string import Template
+
+from agentrl.config.load import load_options
+from agentrl.config.values import PathText
+from agentrl.errors import ConfigError
+
+INTRO = """\
+Write a small package with an environment, a tool and a test that pass as they are; then make it yours.
+
+  agentrl env new warehouse
+  cd warehouse && pip install -e . && pytest"""
+
+FILES = {
+    "pyproject.toml": "pyproject.toml",
+    "README.md": "README.md",
+    "{module}/__init__.py": "init.py",
+    "{module}/env.py": "env.py",
+    "tests/test_{module}.py": "test_env.py",
+}
+"""File of the package to its template."""
+
+_NAME = re.compile(r"[a-z][a-z0-9]*([_-][a-z0-9]+)*\Z")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewOptions:
+    """New environment"""
+
+    dir: PathText = "."
+    """Folder in which the package's folder NAME is made."""
+
+
+def usage(argv: Sequence[str]) -> str:
+    """Help text."""
+    from agentrl.cli.help import command_help
+
+    return command_help("env new NAME [OPTIONS]", INTRO, NewOptions)
+
+
+def run(name: str, argv: Sequence[str]) -> int:
+    """Write the package; returns the exit code."""
+    given = load_options(NewOptions, argv)
+    folder = write_package(name, Path(given.dir))
+    module = folder.name.replace("-", "_")
+    print(f"wrote {folder}")
+    for relative in FILES:
+        print(f"  {relative.format(module=module)}")
+    check = f"agentrl env check {module}/env.py:{_class_name(name)}Env"
+    print(f"\nnext:\n  cd {folder}\n  {check}\n  pip install -e . && pytest")
+    return 0
+
+
+def write_package(name: str, parent: Path) -> Path:
+    """The package ``name`` in a new folder of that name.
+
+    Raises:
+        ConfigError: The name cannot be a package's, or the folder is there already.
+    """
+    _check_name(name)
+    folder = parent / name
+    words = {"name": name, "module": name.replace("-", "_"), "cls": _class_name(name)}
+    if folder.exists():
+        raise ConfigError(f"{folder} exists already; nothing was written. Give another name, or another --dir.")
+    templates = resources.files("agentrl") / "assets" / "new_env"
+    for relative, template in FILES.items():
+        text = Template((templates / f"{template}.txt").read_text(encoding="utf-8")).substitute(words)
+        file = folder / relative.format(module=words["module"])
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    return folder
+
+
+def _check_name(name: str) -> None:
+    from agentrl.envs.registry import registered
+
+    module = name.replace("-", "_")
+    if not _NAME.match(name):
+        raise ConfigError(f"{name!r}: a name of lower-case letters, digits, - and _ is expected, such as warehouse.")
+    if keyword.iskeyword(module) or module in sys.stdlib_module_names or module in ("agentrl", "tests"):
+        raise ConfigError(f"{name!r} is a name of Python's own or of agentrl; choose another.")
+    if name in registered():
+        raise ConfigError(f"there is an environment {name!r} already; choose another name.")
+
+
+def _class_name(name: str) -> str:
+    return "".join(part.capitalize() for part in re.split(r"[_-]", name))

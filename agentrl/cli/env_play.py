@@ -1,0 +1,174 @@
+"""``agentrl env play NAME``: a person in the model's place."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from agentrl.cli.env import message_lines, tool_lines
+from agentrl.config.load import load_options
+from agentrl.config.schema import Count
+from agentrl.errors import ConfigError
+
+INTRO = """\
+Play an episode in the terminal: you read what the model would read and write its turns.
+
+  agentrl env play search
+  printf '/call search query=capital\\nI do not know.\\n' | agentrl env play search"""
+
+HELP = """\
+A line is a turn. A line `.` begins a turn of several lines, another `.` ends it.
+/call TOOL NAME=VALUE ...   writes a tool call; values are read as JSON where they are JSON
+/tools   the tools          /help   this          /quit   leave the episode"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayOptions:
+    """Play"""
+
+    split: str | None = None
+    """Task set to play from; default: the environment's first."""
+    index: Count | None = None
+    """Number of the task; default: drawn from the seed."""
+    seed: Count = 0
+    """Same seed, same task."""
+    env_args: dict[str, Any] = field(default_factory=dict)
+    """Argument of the environment as `KEY=VALUE`; the value is read as JSON where it is JSON. Repeatable."""
+
+
+def usage(argv: Sequence[str]) -> str:
+    """Help text."""
+    from agentrl.cli.help import command_help
+
+    return command_help("env play NAME [OPTIONS]", f"{INTRO}\n\n{HELP}", PlayOptions)
+
+
+def run(name: str, argv: Sequence[str]) -> int:
+    """Play one episode; returns the exit code."""
+    given = load_options(PlayOptions, argv)
+    import agentrl
+
+    env = agentrl.make(name, **given.env_args)
+    if given.split is not None and given.split not in env.splits:
+        raise ConfigError(f"--split {given.split}: {name} has {', '.join(env.splits)}.")
+    options = {"split": given.split, "index": given.index}
+    try:
+        return play(env, seed=given.seed, options={k: v for k, v in options.items() if v is not None})
+    finally:
+        env.close()
+
+
+def play(env: Any, *, seed: int, options: dict[str, Any], source: TextIO | None = None) -> int:
+    """One episode with the turns of ``source`` (default: standard input); returns the exit code."""
+    observation, info = env.reset(seed=seed, options=options)
+    tools = list(info.get("tools") or ())
+    print(f"task {info['task_id']}")
+    print("\n".join([*tool_lines(tools), *message_lines(info, observation)]))
+    print(f"\n{HELP}" if _interactive(source) else "")
+    total = 0.0
+    turns = Turns(source or sys.stdin, tools, env, _interactive(source))
+    while True:
+        action = turns.next(info.get("agent"))
+        if action is None:
+            print(f"\nleft before the end; reward so far {total:g}")
+            return 0
+        if turns.wrote_a_call or not _interactive(source):
+            print(f"[you] {action}")
+        _, reward, terminated, truncated, info = env.step(action)
+        total += reward
+        print("\n".join(line for line in message_lines(info) if line))
+        if reward or terminated or truncated:
+            parts = ", ".join(f"{name} {value:g}" for name, value in (info.get("rewards") or {}).items())
+            print(f"reward {reward:g}" + (f" ({parts})" if parts else ""))
+        if terminated or truncated:
+            success = info.get("success", total > 0 and terminated)
+            print(
+                f"\nstop reason: {info['stop_reason']}, success: {'yes' if success else 'no'}, total reward: {total:g}"
+            )
+            return 0
+
+
+class Turns:
+    """Reads turns as a person types them."""
+
+    def __init__(self, source: TextIO, tools: Sequence[dict[str, Any]], env: Any, interactive: bool) -> None:
+        self._source, self._tools, self._env, self._interactive = source, tools, env, interactive
+        self.wrote_a_call = False  # the last turn holds text that the person did not type
+
+    def next(self, agent: str | None) -> str | None:
+        """The next turn; None when the person leaves or the input ends."""
+        self.wrote_a_call = False
+        while True:
+            line = self._line(f"{agent}> " if agent else "> ")
+            if line is None or line == "/quit":
+                return None
+            if line == "/help":
+                print(HELP)
+            elif line == "/tools":
+                print("\n".join(tool_lines(self._tools)) or "there are no tools")
+            else:
+                try:
+                    return "\n".join(self._expanded(part) for part in self._whole(line))
+                except ConfigError as error:
+                    print(f"error: {error}")
+
+    def _whole(self, line: str) -> Iterator[str]:
+        if line != ".":
+            yield line
+            return
+        while (more := self._line(". ")) is not None and more != ".":
+            yield more
+
+    def _line(self, prompt: str) -> str | None:
+        if self._interactive:
+            print(prompt, end="", flush=True)
+        line = self._source.readline()
+        return line.rstrip("\r\n") if line else None
+
+    def _expanded(self, line: str) -> str:
+        """``/call`` written as a call, any other line as it is."""
+        if not line.startswith("/call"):
+            return line
+        try:
+            _, *words = shlex.split(line)
+        except ValueError as error:
+            raise ConfigError(f"/call: {error}; quote values with spaces") from error
+        if not words:
+            raise ConfigError("/call TOOL NAME=VALUE ...: which tool? /tools lists them")
+        arguments = {}
+        for word in words[1:]:
+            name, separator, value = word.partition("=")
+            if not separator:
+                raise ConfigError(f"/call: {word!r} is not NAME=VALUE")
+            arguments[name] = _value(value)
+        self.wrote_a_call = True
+        return written_call(words[0], arguments, self._env.call_format)
+
+
+def written_call(name: str, arguments: dict[str, Any], call_format: str) -> str:
+    """A call as the model would write it.
+
+    Raises:
+        ConfigError: No call of that format can be written here.
+    """
+    if call_format.startswith("tags:"):
+        return f"<{name}>{next(iter(arguments.values()), '')}</{name}>"
+    if call_format in ("auto", "hermes"):
+        call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+        return f"<tool_call>{call}</tool_call>"
+    raise ConfigError(f"/call cannot write the format {call_format!r}; write the call as the model would")
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _interactive(source: TextIO | None) -> bool:
+    return (source or sys.stdin).isatty()

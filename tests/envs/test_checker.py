@@ -1,0 +1,237 @@
+"""``check_env`` finds each thing that is wrong, and says what."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import agentrl
+from agentrl.envs import checker
+from agentrl.envs.checker import check_env
+from agentrl.envs.fuzz import MALFORMED, fuzz_actions
+from agentrl.envs.tool_schemas import schema_problems
+from agentrl.errors import ConfigError, InfraError
+
+
+class Good(agentrl.Env):
+    """Repeat a number."""
+
+    max_turns = 3
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self.number = int(self.np_random.integers(10**6)) * 2 + (self.split_of(options) == "test")
+        return f"Say {self.number}.", {}
+
+    def step(self, action: str) -> Any:
+        return "No.", float(str(self.number) in action), str(self.number) in action, False, {}
+
+
+counter = itertools.count()
+
+
+class Raises(Good):
+    def step(self, action: str) -> Any:
+        return "", float(action.encode("utf-8") != b""), False, False, {}
+
+
+class Random(Good):
+    def step(self, action: str) -> Any:
+        return str(np.random.default_rng().integers(10**9)), 0.0, False, False, {}
+
+
+class Shares(Good):
+    seen: list[str] = []
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.seen.clear()
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: str) -> Any:
+        self.seen.append(action)
+        return str(len(self.seen)), 0.0, False, False, {}
+
+
+class Remembers(Good):
+    count = 0
+
+    def step(self, action: str) -> Any:
+        self.count += 1
+        return str(self.count), 0.0, False, False, {}
+
+
+class TwoWays(Good):
+    def step(self, action: str) -> Any:
+        return "one", 0.0, False, False, {}
+
+
+async def _other(self: Any, action: str) -> Any:
+    return "other", 0.0, False, False, {"messages": []}
+
+
+class Leaks(Good):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self.number = int(self.np_random.integers(10**9))
+        return f"Say {self.number}.", {}
+
+
+class Stores(Good):
+    def step(self, action: str) -> Any:
+        return "", 0.0, False, False, {"extra": {1, 2}}
+
+
+class NotANumber(Good):
+    def step(self, action: str) -> Any:
+        return "", 0.0, False, False, {"rewards": {"a": float("nan")}}
+
+
+class Messages(Good):
+    def step(self, action: str) -> Any:
+        return "", 0.0, False, False, {"messages": ["text"]}
+
+
+class Unseeded(Good):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset()
+        self.number = next(counter)
+        return f"Say {self.number}.", {}
+
+
+class BadTool(Good):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        observation, info = super().reset(seed=seed, options=options)
+        return observation, {**info, "tools": [{"type": "function", "function": {"name": "a b", "parameters": {}}}]}
+
+
+class Down(Good):
+    def step(self, action: str) -> Any:
+        raise InfraError("nobody is there")
+
+
+def test_a_good_environment_passes_and_its_report_says_so():
+    report = check_env(Good)
+    assert report.ok and not report.failed, str(report)
+    assert [r.name for r in report.results] == [
+        "gymnasium", "any text", "both ways alike", "seed decides", "instances are apart", "tool schemas",
+        "splits are disjoint",
+    ]  # fmt: skip
+    assert "tool schemas         skipped  the environment lists no tools" in str(report)
+    assert check_env(agentrl.make(Good, max_turns=2)).ok
+    assert check_env("gym:CartPole-v1", max_turns=4).ok
+
+
+@pytest.mark.parametrize(
+    ("cls", "check", "reason"),
+    [
+        (Raises, "any text", "step raised on .*UnicodeEncodeError"),
+        (Random, "seed decides", "differ in turn 1: observation is"),
+        (Remembers, "seed decides", "set in reset"),
+        (Shares, "instances are apart", "alone and beside another differ"),
+        (Leaks, "splits are disjoint", "sampled tasks of 'test' are in 'train' too"),
+        (Stores, "any text", "cannot be stored as JSON"),
+        (NotANumber, "any text", "finite number"),
+        (Messages, "any text", "'role' and 'content'|no attribute 'get'"),
+        (Unseeded, "gymnasium", "AssertionError"),
+        (BadTool, "tool schemas", "named 'a b'"),
+        (Down, "any text", "InfraError: nobody is there"),
+    ],
+)
+def test_what_is_wrong_is_found(cls, check, reason):
+    import re
+
+    report = check_env(cls)
+    found = {result.name: result for result in report.results}[check]
+    assert not report.ok and found.outcome == "failed", str(report)
+    assert re.search(reason, found.reason), found.reason
+
+
+def test_ways_that_differ_are_found(monkeypatch):
+    monkeypatch.setattr(TwoWays, "astep", _other)
+    found = {result.name: result for result in check_env(TwoWays).results}["both ways alike"]
+    assert found.outcome == "failed" and "observation is 'one' and 'other'" in found.reason
+
+
+def test_an_environment_that_hangs_does_not_hang_the_checker(monkeypatch):
+    class Hangs(Good):
+        def step(self, action: str) -> Any:
+            time.sleep(1)
+            return "", 0.0, False, False, {}
+
+    monkeypatch.setattr(checker, "CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(checker, "CHECKS", checker.CHECKS[1:2])
+    report = check_env(Hangs)
+    assert report.failed[0].reason == "took longer than 0.05 s"
+
+
+def test_what_cannot_be_checked_is_refused():
+    with pytest.raises(ConfigError, match="unknown environment 'serch'"):
+        check_env("serch")
+    with pytest.raises(ConfigError, match="check_env makes several environments"):
+        check_env(Good())
+    with pytest.raises(ConfigError, match="takes no argument 'maximum'"):
+        check_env(Good, maximum=3)
+
+
+@pytest.mark.parametrize(
+    ("tool", "problem"),
+    [
+        ({"name": "x"}, "is expected"),
+        ({"type": "function", "function": {"name": "é", "description": "d", "parameters": {}}}, "named 'é'"),
+        ({"type": "function", "function": {"name": "x", "parameters": {"type": "object"}}}, "no description"),
+        ({"type": "function", "function": {"name": "x", "description": "d"}}, "JSON schema of type object"),
+    ],
+)
+def test_tools_in_another_form(tool, problem):
+    assert problem in schema_problems([tool])[0]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "problem"),
+    [
+        ({"required": ["a"]}, "'a' is required and not described"),
+        ({"properties": {"a": {"type": "int"}}}, "has the type 'int'"),
+        ({"properties": {"a": "string"}}, "a JSON schema is expected"),
+        ({"properties": []}, "must be an object"),
+    ],
+)
+def test_parameters_that_are_no_schema(parameters, problem):
+    function = {"name": "x", "description": "d", "parameters": {"type": "object", **parameters}}
+    assert problem in schema_problems([{"type": "function", "function": function}])[0]
+    good = {"name": "x", "description": "d", "parameters": {"type": "object", "properties": {}}}
+    assert schema_problems([{"type": "function", "function": good}]) == []
+    assert "two tools" in schema_problems([{"type": "function", "function": good}] * 2)[0]
+
+
+def test_fuzzed_calls_reach_the_tools_own_code():
+    asked = []
+
+    @agentrl.tool
+    def note(text: str, times: int, kind: str | None = None, tags: list[str] | None = None) -> str:
+        """Keeps a note.
+
+        Args:
+            text: What.
+            times: How often.
+            kind: Which kind.
+            tags: Some.
+        """
+        asked.append((text, times))
+        return "ok"
+
+    class Noting(agentrl.ToolEnv):
+        tools = [note]
+        tasks = {"train": [("a", "b")], "test": [("c", "d")]}
+        reward = "exact_match"
+
+    env = Noting()
+    _, info = env.reset(seed=0)
+    for action in fuzz_actions(info["tools"], "auto", np.random.default_rng(0))[:4]:
+        env.step(action)
+    assert asked
+    tagged = fuzz_actions((), "tags:search,answer", np.random.default_rng(0))
+    assert "<search>" in tagged and any(a.startswith("<answer>") for a in tagged) and set(MALFORMED) < set(tagged)
