@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 _KEPT_PROMPTS = 64
 _REASONING_END = "</think>"
 _OPENED_REASONING = re.compile(r"<think(?:ing)?>\s*\Z")
-_ENDS_OF_TURN = ("<|eom_id|>",)  # Llama's end of a turn that waits for a tool, which not every checkpoint declares
+_END_OF_MESSAGE = "<|eom_id|>"  # how Llama ends a turn that waits for a tool; not every checkpoint declares it
 
 
 class ChatTemplate:
@@ -149,8 +149,10 @@ class ChatTemplate:
         if suffix is None:
             return None
         ids = self.encoder.encode_after_control(suffix)
-        if len(ids) and len(sampled) and ids[0] == sampled[-1] and int(ids[0]) in self._eos:
-            return ids[1:]
+        if len(ids) and len(sampled) and int(ids[0]) in self._eos:
+            ended = int(sampled[-1])
+            if ended == int(ids[0]) or ended == self.encoder.control_ids.get(_END_OF_MESSAGE):
+                return ids[1:]
         return ids
 
     def conversation(self, **parts: Any) -> Conversation:
@@ -221,7 +223,7 @@ class ChatTemplate:
                 value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
                 found += value if isinstance(value, list) else [value]
         found.append(self._hf.eos_token_id)
-        found += [self.encoder.control_ids.get(text) for text in _ENDS_OF_TURN]
+        found.append(self.encoder.control_ids.get(_END_OF_MESSAGE))
         if self.end_of_turn_id is None and self.template_source:
             # GLM ends a turn by the token that opens the next one, whoever speaks there.
             found += [self._next_turn(role) for role in ("user", "tool")]
