@@ -12,7 +12,7 @@ from typing import Any
 from agentrl.config.derive import batch_rule
 from agentrl.config.fields import Option, options
 from agentrl.config.schema import Config, EvalConfig
-from agentrl.config.validate_eval import evaluated
+from agentrl.config.validate_eval import evaluated, rescored
 from agentrl.errors import ConfigError
 
 
@@ -27,7 +27,10 @@ def validate(config: Config | EvalConfig, explicit: Mapping[str, str] | None = N
         ConfigError: One line for each problem.
     """
     problems = list(value_problems(config))
-    if not problems:  # relations between values that are wrong in themselves would only repeat it
+    if not problems and isinstance(config, EvalConfig) and config.rescore:
+        problems += rescored(config, explicit or {})
+        problems += _import_path("--custom-rm-path", config.custom_rm_path)
+    elif not problems:  # relations between values that are wrong in themselves would only repeat it
         problems += _environment(config, explicit or {})
         problems += _lengths(config)
         if not (isinstance(config, EvalConfig) and config.base_url is not None):

@@ -22,8 +22,6 @@ def evaluated(config: EvalConfig, explicit: Mapping[str, str]) -> Iterator[str]:
         yield f"--checkpoint: expected newest, best or a number of rollouts, got {config.checkpoint!r}"
     if config.task_id and "eval_tasks" in explicit:
         yield f"{explicit['eval_tasks']} and --task-id exclude each other: the tasks are those named."
-    if config.rescore and config.output_dir is None:
-        yield "--rescore needs --output-dir: the folder of the evaluation whose episodes are scored anew."
     dotted = sorted(key for key in config.env_args if "." in key)
     plain = sorted(key for key in config.env_args if "." not in key)
     if len(config.env) > 1 and plain:
@@ -42,6 +40,19 @@ def evaluated(config: EvalConfig, explicit: Mapping[str, str]) -> Iterator[str]:
         for name in ("env_args", "split"):
             if name in explicit:
                 yield f"{explicit[name]} has no effect without --env or --prompt-data."
+
+
+RESCORING = ("rescore", "output_dir", "custom_rm_path", "rollout_concurrency", "episode_timeout", "json", "log_level")
+"""Options that count when stored episodes are scored anew; the rest is as it was when they were played."""
+
+
+def rescored(config: EvalConfig, explicit: Mapping[str, str]) -> Iterator[str]:
+    """What scoring anew needs, and what has no part in it."""
+    if config.output_dir is None:
+        yield "--rescore needs --output-dir: the folder of the evaluation whose episodes are scored anew."
+    for name in explicit:
+        if name not in RESCORING:
+            yield f"{explicit[name]} has no effect with --rescore: environment and episodes are those of the folder."
 
 
 def _served(config: EvalConfig, explicit: Mapping[str, str]) -> Iterator[str]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import types
 import typing
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ConfigError
+from agentrl.rewards import RewardSet
 from agentrl.tools.base import FunctionTool
 
 if TYPE_CHECKING:
@@ -78,3 +80,32 @@ def _is_plain(hint: Any) -> bool:
     if origin in (typing.Union, types.UnionType):
         return all(map(_is_plain, typing.get_args(hint)))
     return origin is typing.Literal or (origin or hint) in _PLAIN
+
+
+async def judge_again(
+    env: ToolEnv, turns: Sequence[str], calls: Sequence[Sequence[Mapping[str, Any]]], *, finished: bool
+) -> tuple[list[dict[str, float]], dict[str, float]]:
+    """What ``turn_reward`` and ``reward`` give for turns that were taken before. No tool is called.
+
+    Args:
+        env: after a reset to the task of these turns.
+        turns: what the model wrote.
+        calls: for each turn, the records of its calls (``info["tool_calls"]``).
+        finished: whether the last turn ended the episode, so that the final reward is due.
+
+    Returns:
+        Parts by name: those of each turn, and those of the end.
+    """
+    of_turns = []
+    for text, records in zip(turns, calls, strict=True):
+        env._turns.append(text)
+        env._calls.extend(dict(record) for record in records)
+        parsed = env._parser.parse(text)
+        _, answer = env._calls_and_answer(parsed)
+        said = parsed.content if answer is None else answer
+        of_turns.append(await env._turn_parts(said, [dict(record) for record in records]))
+    if not finished or not turns:
+        return of_turns, {}
+    seen = [{k: call[k] for k in ("name", "arguments", "error") if k in call} for call in env._calls]
+    final = await RewardSet(reward_of(env))(said, env.row.get("answer"), turns=list(turns), calls=seen, row=env.row)
+    return of_turns, final
