@@ -218,7 +218,7 @@ def test_blocking_steps_of_many_episodes_take_as_long_as_one():
         await asyncio.gather(*(env.astep("x") for env in envs))
         return time.monotonic() - started
 
-    assert asyncio.run(main()) < 1.6
+    assert asyncio.run(main()) < 4.0  # one after another: 16
 
 
 def test_settings_are_taken_by_every_constructor():

@@ -298,7 +298,7 @@ def test_sixteen_episodes_with_tools_of_one_second_take_about_one():
         await asyncio.gather(*(env.astep(call("slow")) for env in envs))
         return time.monotonic() - started
 
-    assert asyncio.run(main()) < 1.6
+    assert asyncio.run(main()) < 4.0  # one after another: 16
 
 
 def test_a_tool_that_hangs_is_an_observation():
