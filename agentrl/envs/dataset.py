@@ -66,7 +66,7 @@ class Columns:
         return row
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TaskRows:
     """All rows of a source, before they are split.
 
@@ -126,7 +126,7 @@ def load_tasks(
     """
     wanted = Columns(input_key, label_key, metadata_key, None if columns is None else tuple(columns))
     loaded = open_rows(source, wanted, seed=seed, streaming=streaming, workers=workers, cache_dir=cache_dir)
-    return split_rows(loaded, test_fraction)
+    return dict(split_rows(loaded, test_fraction))
 
 
 def open_rows(
@@ -252,8 +252,9 @@ def _keys(record: Record) -> str:
 # -- splits ----------------------------------------------------------------------------------------
 
 
-def split_rows(loaded: TaskRows, test_fraction: float = 0.0) -> dict[str, Sequence[Row]]:
-    """Rows by split: the source's own, or ``train``, ``test`` and ``all``.
+@functools.lru_cache(maxsize=16)
+def split_rows(loaded: TaskRows, test_fraction: float = 0.0) -> Mapping[str, Sequence[Row]]:
+    """Rows by split: the source's own, or ``train``, ``test`` and ``all``. All environments of a process share them.
 
     Args:
         loaded: The rows.

@@ -61,7 +61,7 @@ class PromptEnv(ToolEnv):
         loaded = open_rows(path, columns, seed=data_seed, streaming=streaming, workers=workers, cache_dir=cache_dir)
         if not apply_chat_template and loaded.chats:
             raise DataError(f"{path} has prompts in chat form: they need a chat template (apply_chat_template).")
-        self.reward = rewards.load_all(reward)
+        self.reward = rewards.resolve(reward)
         compares = next((name for name, function in rewards.BUILT_IN.items() if function is self.reward), None)
         if compares and not loaded.answered:
             raise DataError(

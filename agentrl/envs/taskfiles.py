@@ -27,8 +27,11 @@ SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arro
 """What counts as a shard in a folder. A single file of another suffix is read as JSON Lines."""
 
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
-_SPLIT_NAME = re.compile(r"(train|training|test|testing|validation|valid|val|dev)(?:[-_.].*)?", re.IGNORECASE)
-_SPLIT_OF = {"training": "train", "testing": "test", "valid": "validation", "val": "validation", "dev": "validation"}
+_SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing"),
+}
 
 
 @dataclass(frozen=True)
@@ -70,10 +73,9 @@ def find_files(source: str | os.PathLike[str]) -> list[TaskFile]:
         return [_task_file(path.resolve())]
     if glob.has_magic(given):
         matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-        files = [_task_file(match.resolve()) for match in matches if match.is_file()]
-        if not files:
+        if not any(match.is_file() for match in matches):
             raise DataError(f"no file matches {given!r} (looked in {Path.cwd()}).")
-        return files
+        return _by_split_name([(match.resolve(), match.name) for match in matches if match.is_file()], given)
     raise DataError(f"there is no data file {given!r} (looked for {path.resolve()}).")
 
 
@@ -97,7 +99,7 @@ def _of_folder(folder: Path, given: str) -> list[TaskFile]:
     below = [
         (path, path.parent.name) for child in sorted(folder.iterdir()) if child.is_dir() for path in _shards(child)
     ]
-    named = [(path, name) for path, name in below if _SPLIT_NAME.fullmatch(name)]
+    named = [(path, name) for path, name in below if _split_named(name)]
     if not named:
         raise DataError(
             f"{given!r} is a folder without task files: expected *.jsonl, *.parquet, or what `save_to_disk` of a "
@@ -110,21 +112,26 @@ def _shards(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in SUFFIXES)
 
 
+def _split_named(name: str) -> str | None:
+    """The split that a file or folder is named for, by a word of its name; None for none, or several."""
+    words = re.split(r"[-_. ]", name.lower())
+    found = [split for split, spellings in _SPLITS.items() if any(word in spellings for word in words)]
+    return found[0] if len(found) == 1 else None
+
+
 def _by_split_name(shards: list[tuple[Path, str]], given: str) -> list[TaskFile]:
     """The shards with the splits their names say, when all say one and not all the same."""
-    found = [match.group(1).lower() if (match := _SPLIT_NAME.fullmatch(name)) else None for _, name in shards]
-    splits = [_SPLIT_OF.get(name, name) if name else None for name in found]
+    splits = [_split_named(name) for _, name in shards]
     if len(set(splits)) == 1:
         return [_task_file(path) for path, _ in shards]
     if None in splits:
         stray = next(path.name for (path, _), split in zip(shards, splits, strict=True) if split is None)
         raise DataError(
             f"{given!r} has files named for splits and others, such as {stray!r}: it is not clear what is held out. "
-            "Give a glob, such as 'FOLDER/train-*.parquet'."
+            "Give a glob that names fewer, such as 'FOLDER/train-*.parquet'."
         )
-    order = list(dict.fromkeys(sorted(splits, key=lambda s: ("train", "validation", "test").index(s or "train"))))
     pairs = zip(shards, splits, strict=True)
-    return sorted((_task_file(path, split) for (path, _), split in pairs), key=lambda file: order.index(file.split))
+    return sorted((_task_file(path, split) for (path, _), split in pairs), key=lambda f: [*_SPLITS].index(f.split))
 
 
 def _saved_dataset(folder: Path, split: str | None) -> list[TaskFile]:

@@ -10,7 +10,7 @@ OpenAI-compatible server (:class:`Judge`).
 """
 
 from agentrl.rewards.batched import BatchedReward, RewardItem
-from agentrl.rewards.combine import BUILT_IN, RewardFunction, RewardSet, load, load_all
+from agentrl.rewards.combine import BUILT_IN, RewardFunction, RewardSet, load, resolve
 from agentrl.rewards.judge import Judge
 from agentrl.rewards.mathematics import boxed, last_number, math_answer
 from agentrl.rewards.text import exact_match, f1, normalize_answer
@@ -27,7 +27,7 @@ __all__ = [
     "f1",
     "last_number",
     "load",
-    "load_all",
     "math_answer",
     "normalize_answer",
+    "resolve",
 ]

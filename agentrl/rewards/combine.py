@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from agentrl.errors import ConfigError, EnvError
+from agentrl.errors import AgentRLError, ConfigError, EnvError
 from agentrl.loading import is_spec, load_object
 from agentrl.rewards.mathematics import math_answer
 from agentrl.rewards.text import exact_match, f1
@@ -62,13 +62,17 @@ def _find(spec: Any) -> Any:
     return spec
 
 
-def load_all(rewards: Any) -> Any:
-    """What a :class:`RewardSet` takes, with everything in it found and made. Raises ConfigError as :func:`load`."""
+def resolve(rewards: Any) -> Any:
+    """What a :class:`RewardSet` takes, with names found. Classes stay classes: a model is not loaded to look at it.
+
+    Raises:
+        ConfigError: As of :func:`load`.
+    """
     if _is_pair(rewards):
-        return rewards[0], load(rewards[1])
+        return rewards[0], _find(rewards[1])
     if isinstance(rewards, (list, tuple)):
-        return [load_all(entry) for entry in rewards]
-    return load(rewards)
+        return [resolve(entry) for entry in rewards]
+    return _find(rewards)
 
 
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -79,10 +83,21 @@ def _parameters(function: Any) -> list[inspect.Parameter]:
 
 
 def _instance(cls: type) -> Any:
-    """The instance of this process. Episodes that ask at the same time wait for one to be made."""
+    """The instance of this process. Episodes that ask at the same time wait for one to be made.
+
+    Raises:
+        ConfigError: Its constructor raises, so no episode can ever be judged. InfraError and other errors of ours pass.
+    """
     with _making:
         if cls not in _instances:
-            _instances[cls] = cls()
+            try:
+                _instances[cls] = cls()
+            except AgentRLError:
+                raise
+            except Exception as error:
+                raise ConfigError(
+                    f"the reward class {cls.__name__} could not be made: {type(error).__name__}: {error}"
+                ) from error
         return _instances[cls]
 
 

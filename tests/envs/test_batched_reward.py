@@ -119,8 +119,11 @@ def test_a_class_that_cannot_be_a_reward_is_refused(file):
         rewards.load(f"{file}:Needy")
     with pytest.raises(ConfigError, match="Silent needs a method `__call__"):
         rewards.load(f"{file}:Silent")
-    with pytest.raises(RuntimeError, match="no weights"):
+    with pytest.raises(ConfigError, match="Broken could not be made: RuntimeError: no weights"):
         rewards.load(f"{file}:Broken")
+    broken = RewardSet(f"{file}:Broken")
+    with pytest.raises(ConfigError, match="no weights"):  # ends a run at the first episode
+        asyncio.run(broken("a", "b"))
 
 
 def test_prompt_data_takes_a_class(file, tmp_path):
@@ -128,8 +131,16 @@ def test_prompt_data_takes_a_class(file, tmp_path):
     envs = [agentrl.PromptEnv(str(tmp_path / "t.jsonl"), reward=f"{file}:Model") for _ in range(3)]
     for env in envs:
         env.reset(options={"split": "train", "index": 0})
+    assert envs[0].reward.made == 0  # looking at an environment loads no model
     assert [env.step("four")[1] for env in envs] == [8.0] * 3  # from sync code, one after another
-    assert type(envs[0].reward).made == 1 and envs[0].reward is envs[2].reward
+    assert envs[0].reward.made == 1
+
+
+def test_an_environment_takes_a_class_or_an_instance():
+    for reward in (Lengths, Lengths(max_wait=0.0), [(1.0, Lengths)]):
+        env = agentrl.make(type("Words", (agentrl.ToolEnv,), {"tasks": {"train": ["Say."]}, "reward": reward}))
+        env.reset(seed=0)
+        assert env.step("four")[4]["rewards"] == {"Lengths": 4.0}
 
 
 @pytest.mark.parametrize("module", ["batched", "judge"])

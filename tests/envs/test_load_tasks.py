@@ -126,6 +126,22 @@ def test_shards_named_for_splits_are_those_splits(tmp_path, caplog):
     assert list(load_tasks(below)) == ["train", "validation"]
 
 
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        (["gsm8k-train.jsonl", "gsm8k-test.jsonl"], {"train": 10, "test": 10}),
+        (["Train.jsonl", "DEV.jsonl", "math_test_hard.jsonl"], {"train": 10, "validation": 10, "test": 10}),
+        (["train-1.jsonl", "train-2.jsonl"], {"train": 20, "test": 0, "all": 20}),
+        (["latest.jsonl", "contest-2.jsonl"], {"train": 20, "test": 0, "all": 20}),
+    ],
+)
+def test_which_names_are_splits(names, splits, tmp_path):
+    for number, name in enumerate(names):
+        write(tmp_path / "d" / name, ROWS[10 * number : 10 * number + 10])
+    for source in (tmp_path / "d", f"{tmp_path}/d/*.jsonl"):
+        assert {name: len(rows) for name, rows in load_tasks(source).items()} == splits
+
+
 SOURCES = """
 def rows():
     yield "Plain?"

@@ -127,11 +127,11 @@ def test_functions_get_what_they_ask_for():
 
 
 def test_several_rewards_are_found_before_the_first_episode():
-    assert rewards.load_all([(0.5, "f1"), "math"]) == [(0.5, rewards.f1), rewards.math_answer]
-    assert rewards.load_all([[2, "f1"]]) == [(2, rewards.f1)]  # as JSON says it, in --env-arg
+    assert rewards.resolve([(0.5, "f1"), "math"]) == [(0.5, rewards.f1), rewards.math_answer]
+    assert rewards.resolve([[2, "f1"]]) == [(2, rewards.f1)]  # as JSON says it, in --env-arg
     assert run([[0.5, "exact_match"]], text="a") == {"exact_match": 0.5}
     with pytest.raises(ConfigError, match="Did you mean 'math'"):
-        rewards.load_all(["f1", (0.5, "mth")])
+        rewards.resolve(["f1", (0.5, "mth")])
 
 
 def test_values_that_are_no_numbers_are_refused():
