@@ -73,3 +73,130 @@ def test_a_run_that_is_not_there_is_the_only_problem():
 def test_the_tool_output_budget_is_off_unless_it_is_given(load):
     assert load().max_tool_output_tokens is None
     assert load("--max-tool-output-tokens", "500").max_tool_output_tokens == 500
+
+
+# -- several environments, named tasks, a server ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--env", "search,textgame"), ("--env", "search", "--env", "textgame"), ("--env", " search , textgame,")],
+)
+def test_environments_may_be_repeated_or_listed(flags, model):
+    cfg = load_eval_config([*flags, "--hf-checkpoint", model])
+    assert cfg.env == ("search", "textgame")
+    assert load_config(
+        ["--env", "search", "--eval-interval", "1", "--eval-env", "a,b", "--eval-env", "c"]
+    ).eval_env == (
+        "a",
+        "b",
+        "c",
+    )
+
+
+def test_lists_in_files_and_back(tmp_path, model):
+    file = tmp_path / "eval.toml"
+    file.write_text(f'env = ["search", "textgame"]\ntask_id = "3"\nhf_checkpoint = "{model}"\n')
+    cfg = load_eval_config(["--config", str(file)])
+    assert (cfg.env, cfg.task_id) == (("search", "textgame"), ("3",))
+    assert type(cfg).from_dict(json.loads(json.dumps(cfg.to_dict()))) == cfg
+    assert load_eval_config(["--config", str(file), "--env", "search"]).env == ("search",), "a flag replaces the list"
+    file.write_text("env = [1]\n")
+    assert "expected a list of text, got [1]" in refused("--config", str(file))
+
+
+def test_names_people_know_from_elsewhere(model):
+    flags = ["--temperature", "0.7", "--top-p", "0.9", "--top-k", "20", "--max-tokens", "64", "--limit", "3"]
+    cfg = load_eval_config(["--env", "search", "--hf-checkpoint", model, *flags])
+    assert (cfg.eval_temperature, cfg.eval_top_p, cfg.eval_top_k) == (0.7, 0.9, 20)
+    assert (cfg.rollout_max_response_len, cfg.eval_tasks) == (64, 3)
+    assert "Use --task-id" in refused("--task-ids", "3")
+    assert "Use --output-dir" in refused("--resume", "x")
+
+
+SERVER = ("--env", "search", "--base-url", "http://127.0.0.1:1/v1")
+
+
+def test_a_server_needs_no_model_folder():
+    cfg = load_eval_config(SERVER)
+    assert (cfg.hf_checkpoint, cfg.model, cfg.api_key_env) == (None, None, "OPENAI_API_KEY")
+    assert (cfg.rollout_max_response_len, cfg.rollout_max_context_len) == (1024, 8192), "not the demo model's limits"
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (("--base-url", "localhost:8000"), "--base-url: expected http://HOST:PORT/v1"),
+        (("--rollout-num-engines", "2"), "--base-url and --rollout-num-engines exclude each other"),
+        (("--sglang-mem-fraction-static", "0.5"), "--base-url and --sglang-mem-fraction-static exclude each other"),
+        (("--checkpoint", "best"), "--checkpoint has no effect without --run"),
+        (("--task-id", "1", "--limit", "2"), "--limit and --task-id exclude each other"),
+        (("--fail-on-error", "1.5"), "--fail-on-error: expected a number from 0 to 1, got 1.5"),
+    ],
+)
+def test_what_does_not_go_with_a_server_or_at_all(flags, part):
+    assert part in refused(*SERVER, *flags)
+
+
+def test_a_model_name_without_a_server_does_nothing(model):
+    message = refused("--env", "search", "--hf-checkpoint", model, "--model", "gpt", "--api-key-env", "KEY")
+    assert "--model has no effect without --base-url" in message and "--api-key-env" in message
+    assert "--base-url and --hf-checkpoint exclude" in refused(*SERVER, "--hf-checkpoint", model)
+
+
+# -- a run's checkpoint ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["newest", "best", "40"])
+def test_a_checkpoint_of_a_run(run, which):
+    assert load_eval_config(["--run", run, "--checkpoint", which]).checkpoint == which
+
+
+def test_a_checkpoint_that_is_none(run):
+    assert "expected newest, best or a number of rollouts, got 'last'" in refused("--run", run, "--checkpoint", "last")
+    assert "exclude each other" in refused(*SERVER, "--run", run)
+
+
+def test_a_run_in_another_environment_leaves_its_arguments_behind(tmp_path):
+    folder = tmp_path / "trained"
+    folder.mkdir()
+    cfg = load_config(
+        ["--env", "search", "--env-arg", "topk=2", "--eval-env", "textgame", "--env-arg", "textgame.rooms=3",
+         "--eval-interval", "1", "--max-turns", "3", "--rollout-max-context-len", "700"]
+    )  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(cfg.to_dict()))
+    same = load_eval_config(["--run", str(folder)])
+    assert (same.env, same.env_args, same.rollout_max_context_len) == (("search",), {"topk": 2}, 700)
+    other = load_eval_config(["--run", str(folder), "--env", "textgame"])
+    assert (other.env, other.env_args, other.rollout_max_context_len) == (("textgame",), {}, 1920)
+
+
+# -- the embedded model's limits -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "limits"),
+    [
+        (("--env", "search"), (64, 512, 6)),
+        (("--env", "textgame"), (128, 1920, 8)),
+        (("--env", "search,textgame"), (128, 1920, 8)),
+        (("--env", "textgame", "--rollout-max-context-len", "900"), (128, 900, 8)),
+    ],
+)
+def test_the_limits_of_the_embedded_model_follow_the_environment(flags, limits):
+    cfg = load_eval_config(flags)
+    assert (cfg.rollout_max_response_len, cfg.rollout_max_context_len, cfg.max_turns) == limits
+
+
+def test_the_same_holds_in_training():
+    cfg = load_config(["--env", "textgame"])
+    assert (cfg.rollout_max_response_len, cfg.rollout_max_context_len) == (128, 1920)
+    both = load_config(["--env", "search", "--eval-interval", "1", "--eval-env", "textgame"])
+    assert both.rollout_max_context_len == 1920
+
+
+def test_arguments_of_other_environments_are_refused_where_there_are_none(load):
+    with pytest.raises(ConfigError, match=r"--env-arg textgame.rooms: arguments of --env have no name before them"):
+        load("--env-arg", "textgame.rooms=3")
+    with pytest.raises(ConfigError, match="--eval-env has no effect without --eval-interval"):
+        load("--eval-env", "textgame")
