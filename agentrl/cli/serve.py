@@ -78,6 +78,10 @@ def run(argv: Sequence[str]) -> int:
     options = load_options(ServeOptions, argv)
     if options.run is not None and options.hf_checkpoint is not None:
         raise ConfigError("--run and --hf-checkpoint both name a model: give one of them.")
+    if options.run is None and options.checkpoint != "newest":
+        raise ConfigError(f"--checkpoint {options.checkpoint} is one of a training run: name the run with --run.")
+    if options.checkpoint not in ("newest", "best") and not options.checkpoint.isdecimal():
+        raise ConfigError(f"--checkpoint: expected newest, best or a number of rollouts, got {options.checkpoint!r}")
     require("serve", ENGINES)
     from agentrl.serving import serve
 
