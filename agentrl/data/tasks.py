@@ -86,8 +86,8 @@ class TaskSource:
     @classmethod
     def of_env(cls, spec: str, env: Any, *, split: str = "train", seed: int = 0) -> TaskSource:
         """The source over ``env``, an instance of what ``spec`` names. Raises ConfigError on an unknown split."""
-        check_split(tuple(env.unwrapped.splits), split, spec)
-        return cls(spec, env.unwrapped.num_tasks(split), split=split, seed=seed)
+        check_split(tuple(env.splits), split, spec)
+        return cls(spec, env.num_tasks(split), split=split, seed=seed)
 
     @property
     def epoch(self) -> int:
@@ -155,8 +155,8 @@ def held_out_tasks(spec: str, env: Any, *, split: str = "test", limit: int | Non
         ConfigError: No such split, or an unlimited one without a limit.
         DataError: The split is empty.
     """
-    check_split(tuple(env.unwrapped.splits), split, spec)
-    available = env.unwrapped.num_tasks(split)
+    check_split(tuple(env.splits), split, spec)
+    available = env.num_tasks(split)
     if available is None:
         if limit is None:
             raise ConfigError(f"Split {split!r} of {spec!r} has no end: give --eval-tasks N.")
