@@ -62,7 +62,7 @@ def test_a_run_trains_syncs_evaluates_saves_and_leaves_nothing_behind(start, tmp
     evaluation = start("eval", "--run", str(run), "--eval-tasks", "4", "--output-dir", str(out))
     assert evaluation.wait() == 0, evaluation.text[-3000:]
     # Greedily, on the same tasks, with the same weights: what training's own evaluation after step 2 gave.
-    summary = json.loads((out / "summary.json").read_text())["search"]
+    summary = json.loads((out / "summary.json").read_text())["sets"]["search"]
     (last,) = [e["sets"]["search"] for e in evaluations(run) if e["step"] == 2]
     assert summary["success"]["n"] == 4 and summary["success"]["mean"] == last["success"]["mean"]
     assert len((out / "trajectories.jsonl").read_text().splitlines()) == 4
