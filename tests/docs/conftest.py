@@ -47,7 +47,8 @@ def prepared(tmp_path_factory) -> Path:
     (folder / "shop.py").write_text(shop_source(), encoding="utf-8")
     episodes = write_run(folder / "runs" / "NAME", folder / "shop.py")
     (folder / "runs" / "NAME" / "checkpoints" / "step_000001").mkdir(parents=True)
-    write_evaluation(folder / "runs" / "eval-NAME", episodes)
+    for name in ("NAME", "NAME2", "before", "after"):
+        write_evaluation(folder / "runs" / f"eval-{name}", episodes)
     return folder
 
 

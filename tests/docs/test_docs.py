@@ -16,9 +16,12 @@ from gymnasium.utils.env_checker import check_env
 from shown_pages import PAGES, ROOT, Block, anchors, blocks, command_lines, inline_commands, links, name_of
 
 import agentrl
+from agentrl.cli.compare import CompareOptions
 from agentrl.cli.export import ExportOptions
 from agentrl.cli.main import COMMANDS
+from agentrl.cli.serve import ServeOptions
 from agentrl.cli.serve_retriever import RetrieverOptions
+from agentrl.cli.show import ShowOptions
 from agentrl.config import load_config, load_eval_config
 from agentrl.config.load import load_options
 from agentrl.config.parse import parse_flags
@@ -28,7 +31,8 @@ from agentrl.errors import ConfigError
 PYTHON_PAGES = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
 README = ROOT / "README.md"
 
-SMALL_COMMANDS = {"export": ExportOptions, "serve-retriever": RetrieverOptions}
+SMALL_COMMANDS = {"export": ExportOptions, "serve": ServeOptions, "serve-retriever": RetrieverOptions}
+OPTIONS = {**SMALL_COMMANDS, "compare": CompareOptions, "show": ShowOptions}
 NOT_OURS = {"--help", "--config"}
 
 # Names in commands that stand for something of the reader's.
@@ -137,7 +141,8 @@ def test_commands_are_found():
 @pytest.mark.parametrize(
     ("page", "words"), COMMAND_LINES, ids=lambda v: name_of(v) if isinstance(v, Path) else " ".join(v[1:])[:60]
 )
-def test_a_command_is_accepted(page: Path, words: list[str], documented: Path):
+def test_a_command_is_accepted(page: Path, words: list[str], documented: Path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())  # `agentrl env play`: the person leaves at once
     command, argv = words[1], filled(words[2:])
     config = None
     if command == "train":
@@ -176,8 +181,8 @@ def known_flag(command: str, flag: str) -> bool:
     if flag == "--help":
         return True
     try:
-        if command in SMALL_COMMANDS:
-            load_options(SMALL_COMMANDS[command], [flag])
+        if command in OPTIONS:
+            load_options(OPTIONS[command], [flag])
         else:
             parse_flags({"train": Config, "eval": EvalConfig}[command], [flag])
     except ConfigError as error:
@@ -187,7 +192,7 @@ def known_flag(command: str, flag: str) -> bool:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "configuration.md"], ids=name_of)
 def test_flags_named_in_text_exist(page: Path):
-    commands = ("train", "eval", *SMALL_COMMANDS)
+    commands = ("train", "eval", *OPTIONS)
     text = page.read_text(encoding="utf-8")
     for flag in set(re.findall(r"`(--[a-z][a-z0-9-]*)(?<!-)(?![\w-])", text)) - NOT_OURS:
         assert any(known_flag(command, flag) for command in commands), flag
