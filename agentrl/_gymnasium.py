@@ -19,6 +19,8 @@ BUILT_IN = {
     "multi_agent": "agentrl.envs.multi_agent:HintGameEnv",
     "textgame": "agentrl.envs.textgame:TextGameEnv",
     "service": "agentrl.envs.service:ServiceEnv",
+    "calculator": "agentrl.envs.calculator:CalculatorEnv",
+    "python": "agentrl.envs.python:PythonEnv",
 }
 """Built-in environments: name to entry point, imported when first made."""
 
