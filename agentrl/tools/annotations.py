@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any, Literal, NamedTuple, Union
 
 from agentrl.tools.docstring import parse_docstring
-from agentrl.tools.json_schema import fits
+from agentrl.tools.json_schema import fits, without_titles
 
 Converter = Callable[[Any], Any]
 """From a JSON value that fits the schema to the object; raises ValueError with words for the model."""
@@ -252,7 +252,7 @@ def _pydantic(hint: Any, where: str) -> Reading:
             place = ".".join(str(part) for part in first["loc"])
             raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from error
 
-    return Reading(_inlined(schema, definitions, where, ()), convert)
+    return Reading(_inlined(without_titles(schema), without_titles(definitions), where, ()), convert)
 
 
 def _inlined(node: Any, definitions: dict[str, Any], where: str, inside: tuple[str, ...]) -> Any:
@@ -271,5 +271,4 @@ def _inlined(node: Any, definitions: dict[str, Any], where: str, inside: tuple[s
     return {
         key: value if key in ("default", "enum", "const") else _inlined(value, definitions, where, inside)
         for key, value in node.items()
-        if not (key == "title" and isinstance(value, str))  # repeats the name
     }

@@ -107,6 +107,19 @@ def shorten(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[:length]}…"
 
 
+def without_titles(schema: Any) -> Any:
+    """A copy of a schema without the titles that programs write into it, which repeat names in longer words."""
+    if isinstance(schema, list):
+        return [without_titles(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in ("default", "enum", "const") else without_titles(value)
+        for key, value in schema.items()
+        if not (key == "title" and isinstance(value, str))
+    }
+
+
 class _Fitting:
     """One comparison of a value with a schema, in a bounded number of steps."""
 
