@@ -12,7 +12,7 @@ from agentrl.config.parse import ALIASES
 
 def default_text(option: Option) -> str:
     """The default as a person would write it; empty where there is none worth a word."""
-    if option.kind in ("mapping", "passthrough", "pairs") or option.default in (None, ""):
+    if option.kind in ("mapping", "passthrough", "pairs", "list") or option.default in (None, ""):
         return ""
     if option.kind == "bool":
         return "on" if option.default else "off"
