@@ -215,24 +215,24 @@ def json_lines(path: str, start: int = 0, end: int | None = None) -> Iterator[tu
     """The lines that begin in ``[start, end)``; None for a blank one.
 
     Raises:
-        DataError: A line is not a JSON object; the text names file and line.
+        DataError: A line is not a JSON object, the text names file and line; or the file cannot be read.
     """
-    with open(path, "rb") as stream:
-        offset = start
-        if start:
-            stream.seek(start - 1)
-            offset += len(stream.readline()) - 1  # the rest of a line that begins before
-        while end is None or offset < end:
-            data = stream.readline()
-            if not data:
-                return
-            mark = 3 if offset == 0 and data.startswith(b"\xef\xbb\xbf") else 0
-            try:
-                record = parse_line(data[mark:])
-            except ValueError as error:
-                raise DataError(f"{LinePlace(path, offset)}: {error}") from error
-            yield Line(offset + mark, len(data) - mark), record
-            offset += len(data)
+    offset = start
+    try:
+        with open(path, "rb") as stream:
+            if start:
+                stream.seek(start - 1)
+                offset += len(stream.readline()) - 1  # the rest of a line that begins before
+            while (end is None or offset < end) and (data := stream.readline()):
+                mark = 3 if offset == 0 and data.startswith(b"\xef\xbb\xbf") else 0
+                try:
+                    record = parse_line(data[mark:])
+                except ValueError as error:
+                    raise DataError(f"{LinePlace(path, offset)}: {error}") from error
+                yield Line(offset + mark, len(data) - mark), record
+                offset += len(data)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 def parse_line(data: bytes) -> Record | None:

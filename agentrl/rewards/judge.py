@@ -71,7 +71,7 @@ class Judge(SharedReward):
     parse: str | Callable[[str], Any] = "score"
     """Where the score is in the reply: ``score`` (``Score: 7``), ``number`` (the last one), ``verdict``
     (``Verdict: correct``), a regular expression with a group around it, or a function of the reply that returns a
-    number, a dict of named parts, or None where it finds none."""
+    number or a dict of named parts; None, ValueError or LookupError where it finds none."""
     scale: tuple[float, float] = (0.0, 10.0)
     """The number that is worth 0 and the one that is worth 1."""
     unparsable: float | None = None
@@ -239,7 +239,10 @@ class Judge(SharedReward):
 
     def _read(self, reply: str) -> Any:
         if callable(self.parse):
-            return self.parse(reply)
+            try:
+                return self.parse(reply)
+            except (ValueError, LookupError):  # such as JSON that is none, or lacks a key
+                return None
         return read_score(reply, self.parse, self.scale)
 
     def _said(self, error: Exception) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentrl.envs import dataset, streaming
+from agentrl.envs import dataset, indexing, streaming
 from agentrl.envs.dataset import load_tasks
 from agentrl.envs.index_build import checksum
 from agentrl.envs.prompt import PromptEnv
@@ -178,6 +178,30 @@ def test_a_worker_that_is_killed_is_reported(tmp_path, monkeypatch):
     (tmp_path / "python").chmod(0o755)
     with pytest.raises(DataError, match="ended with code -9: out of memory"):
         load_tasks(source("jsonl", tmp_path), streaming=True, workers=2)
+
+
+def test_a_worker_that_does_not_get_on_is_ended(tmp_path, monkeypatch):
+    cut_small(monkeypatch, 2000)
+    monkeypatch.setattr("agentrl.envs.index_build._LEAST_SECONDS", 0.3)
+    monkeypatch.setattr("agentrl.envs.index_build._LEAST_BYTES_A_SECOND", 10**9)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "python").write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/started\nexec sleep 60\n")
+    (tmp_path / "python").chmod(0o755)
+    with pytest.raises(DataError, match="was not indexed in time"):
+        load_tasks(source("jsonl", tmp_path), streaming=True, workers=2)
+    for pid in (tmp_path / "started").read_text().split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+    assert indexes(tmp_path) == []
+
+
+def test_a_worker_whose_parent_is_gone_stops(tmp_path, monkeypatch):
+    monkeypatch.setattr(indexing, "_ENTRIES_AT_ONCE", 10)
+    path = source("jsonl", tmp_path)
+    piece = indexing.Piece(0, str(path), "jsonl", 0, 0, path.stat().st_size)
+    indexing.index_piece(piece, dataset.Columns(), tmp_path, parent=os.getppid())
+    with pytest.raises(SystemExit):
+        indexing.index_piece(piece, dataset.Columns(), tmp_path, parent=1_000_000_000)
 
 
 # -- the cache -------------------------------------------------------------------------------------

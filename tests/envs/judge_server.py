@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -88,11 +87,22 @@ def scripted(*answers: Any) -> Callable[[dict[str, Any]], Any]:
     return answer
 
 
-def slowly(seconds: float, text: str) -> Callable[[dict[str, Any]], Any]:
-    """The same answer after some time."""
+def together(number: int, text: str) -> Callable[[dict[str, Any]], Any]:
+    """The same answer, once so many requests are there at once."""
+    everybody = threading.Barrier(number)
 
     def answer(body: dict[str, Any]) -> Any:
-        time.sleep(seconds)
+        everybody.wait(timeout=20)
+        return text
+
+    return answer
+
+
+def when(event: threading.Event, text: str) -> Callable[[dict[str, Any]], Any]:
+    """The same answer, once ``event`` is set."""
+
+    def answer(body: dict[str, Any]) -> Any:
+        event.wait(timeout=20)
         return text
 
     return answer

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.envs.dataset import Columns, collect, content_hash, load_tasks, split_rows
+from agentrl.envs.taskfiles import TaskFile, read_records
 from agentrl.errors import ConfigError, DataError
 
 ROWS = [{"prompt": f"{n} + {n}?", "label": str(2 * n), "level": n % 3} for n in range(40)]
@@ -204,6 +205,8 @@ def test_what_is_not_task_data_is_refused(tmp_path):
     (saved / "state.json").write_text('{"_data_files": [], "_indices_data_files": [{"filename": "i.arrow"}]}')
     with pytest.raises(DataError, match="flatten_indices"):
         load_tasks(saved)
+    with pytest.raises(DataError, match="empty cannot be read: Is a directory"):
+        list(read_records(TaskFile(str(tmp_path / "empty"), "jsonl")))
     path = write_parquet(tmp_path / "t.parquet", ROWS)
     with pytest.raises(DataError, match="row 1: no key 'q'; the row has 'prompt', 'label', 'level'. Set --input-key"):
         load_tasks(path, input_key="q", columns=())
