@@ -1,0 +1,207 @@
+"""OpenAI-style tool definitions as tools, and tools as such definitions."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from agentrl.errors import ConfigError
+from agentrl.tools.base import Tool, ToolError, ToolErrorType
+from agentrl.tools.json_schema import KEYWORDS, shorten
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
+_ANNOTATIONS = frozenset(
+    [
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "format",
+        "$schema",
+        "$id",
+        "$comment",
+        "strict",
+    ]
+)
+"""Keywords that restrict nothing."""
+
+
+class OpenAITool(Tool, described=False):
+    """A tool with a given definition and a function that does the work. Made by :func:`from_openai`.
+
+    Arguments are checked against the definition's JSON schema, near misses turned into the right type, before
+    the function is called with them by name. A schema with keywords beyond the usual ones of function arguments
+    (``not``, ``if``, ``patternProperties``, ...) is checked by the package jsonschema as well.
+
+    Args:
+        definition: ``{"type": "function", "function": {"name", "description", "parameters"}}``, or the same
+            without the inner object, as the Responses API has it.
+        function: Called with the arguments, sync or async; returns what any tool returns.
+        shared: Whether the function keeps no state of an episode. Otherwise its object is copied for each.
+        timeout: Seconds a call may take; None: the environment's ``tool_timeout``.
+
+    Raises:
+        ConfigError: The definition is none, or its schema needs a package that is not installed.
+    """
+
+    def __init__(
+        self,
+        definition: Mapping[str, Any],
+        function: Callable[..., Any],
+        *,
+        shared: bool = True,
+        timeout: float | None = None,
+    ) -> None:
+        given = definition.get("function", definition) if isinstance(definition, Mapping) else None
+        if not isinstance(given, Mapping) or definition.get("type", "function") != "function":
+            raise ConfigError(f"a definition is {{'type': 'function', 'function': {{...}}}}, got {definition!r:.120}")
+        name = given.get("name")
+        if not isinstance(name, str) or not _NAME.match(name):
+            raise ConfigError(f"a tool's name is up to 64 letters, digits, _ and -, got {name!r:.100}")
+        description = given.get("description")
+        if not isinstance(description, str) or not description.strip():
+            raise ConfigError(f"tool {name!r} has no description; the model reads it")
+        parameters = given.get("parameters") or {}
+        if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+            raise ConfigError(f"tool {name!r}: 'parameters' is a JSON schema of type object, got {parameters!r:.120}")
+        if not callable(function):
+            raise ConfigError(f"tool {name!r} needs a function that does the work, got {function!r:.100}")
+        self.name, self.description = name, description.strip()
+        schema = copy.deepcopy(dict(parameters))
+        self.parameters = {**schema, "type": "object", "properties": schema.get("properties") or {}}
+        self.function, self.shared, self.timeout = function, shared, timeout
+        self._check = _checker(self.parameters, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OpenAITool:
+        tool = copy.copy(self)
+        # A bound method carries its object, whose state belongs to one episode; a function has none.
+        bound = getattr(self.function, "__self__", None)
+        if bound is not None:
+            tool.function = getattr(copy.deepcopy(bound, memo), self.function.__name__)
+        elif not inspect.isroutine(self.function):
+            tool.function = copy.deepcopy(self.function, memo)
+        return tool
+
+    @property
+    def runs_in_parallel(self) -> bool:
+        return self.shared if self.parallel is None else self.parallel
+
+    def __call__(self, **arguments: Any) -> Any:
+        if self._check is not None:
+            self._check(arguments)
+        return self.function(**arguments)
+
+
+def from_openai(
+    definitions: Mapping[str, Any] | Iterable[Mapping[str, Any]],
+    functions: Callable[..., Any] | Mapping[str, Callable[..., Any]],
+    *,
+    shared: bool = True,
+) -> list[Tool]:
+    """Tools from OpenAI-style definitions and the functions that do the work.
+
+    Args:
+        definitions: One definition, or several.
+        functions: By the name of the tool; for one definition also the function itself.
+        shared: Whether the functions keep no state of an episode.
+
+    Raises:
+        ConfigError: A definition is none, two have one name, or names and functions do not match.
+
+    Example:
+        >>> definition = {
+        ...     "type": "function",
+        ...     "function": {
+        ...         "name": "double",
+        ...         "description": "Doubles a number.",
+        ...         "parameters": {"type": "object", "properties": {"n": {"type": "number"}}, "required": ["n"]},
+        ...     },
+        ... }
+        >>> from_openai(definition, lambda n: 2 * n)[0](n=4)
+        8
+    """
+    listed = [definitions] if isinstance(definitions, Mapping) else list(definitions)
+    if not isinstance(functions, Mapping):
+        if len(listed) != 1:
+            raise ConfigError(f"{len(listed)} definitions need their functions by name: {{'name': function, ...}}")
+        return [OpenAITool(listed[0], functions, shared=shared)]
+    tools: dict[str, Tool] = {}
+    for definition in listed:
+        given = definition.get("function", definition) if isinstance(definition, Mapping) else {}
+        name = given.get("name") if isinstance(given, Mapping) else None
+        if name in tools:
+            raise ConfigError(f"two definitions have the name {name!r}")
+        if isinstance(name, str) and name not in functions:
+            raise ConfigError(f"no function for the tool {name!r}; there are: {shorten(', '.join(functions), 300)}")
+        tool = OpenAITool(definition, functions.get(name), shared=shared)  # type: ignore[arg-type]
+        tools[tool.name] = tool
+    unused = [name for name in functions if name not in tools]
+    if unused:
+        raise ConfigError(f"no definition for the function {unused[0]!r}")
+    return list(tools.values())
+
+
+def to_openai(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Tools as OpenAI-style definitions, for a chat template or another program.
+
+    Args:
+        tools: As an environment lists them: instances, classes, or plain functions.
+    """
+    from agentrl.tools.base import FunctionTool
+
+    definitions = []
+    for entry in tools:
+        tool = entry() if inspect.isclass(entry) else entry
+        definitions.append((tool if isinstance(tool, Tool) else FunctionTool(tool)).schema())
+    return definitions
+
+
+def _checker(schema: dict[str, Any], name: str) -> Callable[[dict[str, Any]], None] | None:
+    """What checks arguments against the keywords that our own check does not know; None when there are none."""
+    beyond = _keywords(schema) - KEYWORDS - _ANNOTATIONS
+    if not beyond:
+        return None
+    if importlib.util.find_spec("jsonschema") is None:
+        raise ConfigError(
+            f"tool {name!r}: its schema uses {', '.join(sorted(beyond))}, which takes the package jsonschema: "
+            "pip install 'agentrl[tools]'"
+        )
+    import jsonschema
+
+    checker = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    try:
+        checker.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        raise ConfigError(f"tool {name!r}: its parameters are no JSON schema: {shorten(error.message, 200)}") from error
+    validator = checker(schema)
+
+    def check(arguments: dict[str, Any]) -> None:
+        error = jsonschema.exceptions.best_match(validator.iter_errors(arguments))
+        if error is not None:
+            where = error.json_path.removeprefix("$").removeprefix(".")
+            place = f'argument "{shorten(where, 60)}": ' if where else ""
+            raise ToolError(f"{name}: {place}{shorten(error.message, 300)}.", ToolErrorType.INVALID_ARGUMENTS)
+
+    return check
+
+
+def _keywords(schema: Any) -> set[str]:
+    """The keywords used anywhere in a schema; names of properties and definitions are none."""
+    if isinstance(schema, list):
+        return set().union(*map(_keywords, schema))
+    if not isinstance(schema, dict):
+        return set()
+    found = set(schema)
+    for key, value in schema.items():
+        if key in ("properties", "$defs", "definitions", "patternProperties") and isinstance(value, dict):
+            found |= set().union(*map(_keywords, value.values()))
+        elif key not in ("enum", "const", "default", "examples", "required"):
+            found |= _keywords(value)
+    return found
