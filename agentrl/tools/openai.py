@@ -15,20 +15,8 @@ from agentrl.tools.json_schema import KEYWORDS, shorten
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 _ANNOTATIONS = frozenset(
-    [
-        "title",
-        "description",
-        "default",
-        "examples",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "format",
-        "$schema",
-        "$id",
-        "$comment",
-        "strict",
-    ]
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "format"}
+    | {"$schema", "$id", "$comment", "strict"}
 )
 """Keywords that restrict nothing."""
 
@@ -202,6 +190,6 @@ def _keywords(schema: Any) -> set[str]:
     for key, value in schema.items():
         if key in ("properties", "$defs", "definitions", "patternProperties") and isinstance(value, dict):
             found |= set().union(*map(_keywords, value.values()))
-        elif key not in ("enum", "const", "default", "examples", "required"):
+        elif key not in ("enum", "const", "default", "examples", "required", "dependentRequired"):
             found |= _keywords(value)
     return found

@@ -110,7 +110,6 @@ def test_unusual_keywords_without_the_package_name_the_extra(monkeypatch):
 @pytest.mark.parametrize(
     ("definitions", "functions", "message"),
     [
-        ("book", book, "a definition is"),
         (["book"], {"book": book}, "a definition is"),
         ({"type": "web_search"}, book, "a definition is"),
         (definition("no spaces please"), book, "a tool's name is"),
