@@ -94,7 +94,7 @@ async def open_policy(cfg: EvalConfig, model: str | None, *, logs: Path) -> Asyn
         from agentrl.rollout.openai import open_server
 
         async with open_server(cfg) as (client, chat):
-            yield Policy(client, chat, notes=client.notes)
+            yield Policy(client, chat, broken=client.broken, notes=client.notes)
         return
     from agentrl.rollout.chat import ChatTemplate
     from agentrl.rollout.client import EngineClient

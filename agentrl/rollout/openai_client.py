@@ -84,6 +84,8 @@ class OpenAIClient:
         self._left_out: set[str] = set()
         self._length_field = "max_tokens"
         self._refusals = 0
+        self._reached = 0.0  # when the server was last there, on the monotonic clock
+        self._broken: str | None = None
 
     @property
     def base_url(self) -> str:
@@ -102,6 +104,10 @@ class OpenAIClient:
     def metrics(self) -> dict[str, float]:
         """The counters as one flat dict."""
         return asdict(self.counters)
+
+    def broken(self) -> str | None:
+        """Why no answer can be expected any more: all through the time of a request no server was there."""
+        return self._broken
 
     def note(self, text: str) -> None:
         """Remember ``text`` once, and log it."""
@@ -179,11 +185,13 @@ class OpenAIClient:
             body = self._body(messages, params, tools, seed)
             try:
                 status, content, wait = await self._server.exchange("POST", "/chat/completions", body, left)
+                self._reached, self._broken = time.monotonic(), None
                 if status == 200:
                     return parse_reply(content)
                 self._judge(status, content, wait, body)
                 continue  # the request is sent again without what the server does not take
             except NoAnswer as error:
+                self._reached = time.monotonic() if error.reached else self._reached
                 if not reason or time.monotonic() < deadline:  # that time was up says less than what came before
                     reason = self._server.safe(str(error))
                 pause = max(delay * random.uniform(0.5, 1.0), error.after)
@@ -194,6 +202,8 @@ class OpenAIClient:
                     raise EngineError(f"{self.base_url}/chat/completions: {reason}") from None
             self.counters.retries += 1
             if time.monotonic() + pause >= deadline:
+                if self._reached < deadline - timeout:
+                    self._broken = f"no server answers at {self.base_url} since {timeout:g} s: {reason}"
                 raise self._no_answer(timeout, reason)
             await asyncio.sleep(pause)
             delay = min(2 * delay, self._max_backoff)

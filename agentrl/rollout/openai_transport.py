@@ -18,11 +18,14 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class NoAnswer(Exception):
-    """An attempt gave no valid answer; another may. ``after``: seconds the server asked to wait."""
+    """An attempt gave no valid answer; another may.
 
-    def __init__(self, reason: str, after: float = 0.0) -> None:
+    ``after``: seconds the server asked to wait. ``reached``: whether there was a server at all.
+    """
+
+    def __init__(self, reason: str, after: float = 0.0, *, reached: bool = True) -> None:
         super().__init__(reason)
-        self.after = after
+        self.after, self.reached = after, reached
 
 
 class ServerConnection:
@@ -87,7 +90,8 @@ class ServerConnection:
                 raise
             raise NoAnswer(f"no whole answer in {seconds:.1f} s") from None
         except (httpx.TransportError, httpx.DecodingError) as error:
-            raise NoAnswer(f"{type(error).__name__}: {error}") from None
+            reached = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            raise NoAnswer(f"{type(error).__name__}: {error}", reached=reached) from None
 
     def _client(self) -> httpx.AsyncClient:
         if self._http is None:

@@ -67,6 +67,19 @@ def test_at_the_deadline_it_is_an_engine_error(run, trouble, text):
     assert "--engine-timeout" in str(caught.value)
 
 
+def test_a_server_that_answers_or_is_slow_is_not_gone(run):
+    async def go(url):
+        async with OpenAIClient(url, "m", backoff=0.01) as client:
+            for _ in range(2):
+                with pytest.raises(EngineError):
+                    await client.complete(MESSAGES, PARAMS, timeout=0.3)
+                assert client.broken() is None
+
+    for trouble in ("hang", refused(500, "oops")):
+        with FakeOpenAI(trouble) as server:
+            run(go(server.url))
+
+
 def test_nonsense_is_given_up_soon(run):
     with FakeOpenAI(b"<html>wrong door</html>") as server, pytest.raises(EngineError, match="not JSON.*wrong door"):
         ask(run, server, timeout=600.0)
@@ -81,6 +94,7 @@ def test_nobody_listens(run):
         async with OpenAIClient(url, "m", backoff=0.01) as client:
             with pytest.raises(EngineError, match="ConnectError"):
                 await client.complete(MESSAGES, PARAMS, timeout=0.3)
+            assert "no server answers at" in client.broken()
             with pytest.raises(EngineError, match="no server answers at .*--base-url"):
                 await client.choose_model("m", timeout=0.3)
 
@@ -269,8 +283,6 @@ def test_a_pasted_endpoint_and_a_slash_do_no_harm():
 
 
 def test_no_more_requests_at_once_than_asked_for(run):
-    import asyncio
-
     async def go(url):
         async with OpenAIClient(url, "m", max_concurrency=1) as client:
             waiting = client.complete(MESSAGES, PARAMS, timeout=0.6)
