@@ -109,7 +109,8 @@ def _show(name: str, env_args: dict[str, Any]) -> int:
 def describe(env: Any, name: str) -> list[str]:
     """What there is to know of an environment, as lines of text."""
     cls = type(env.unwrapped)
-    lines = [f"{name}  ({cls.__module__}:{cls.__qualname__})", ""]
+    place = inspect.getsourcefile(cls) if cls.__module__.startswith("agentrl_file_") else cls.__module__
+    lines = [f"{name}  ({place}:{cls.__qualname__})", ""]
     if cls.__doc__:  # its own: that of ToolEnv, which it would inherit, says nothing about it
         lines += [inspect.cleandoc(cls.__doc__), ""]
     for split in env.splits:

@@ -76,8 +76,11 @@ def write_package(name: str, parent: Path) -> Path:
     for relative, template in FILES.items():
         text = Template((templates / f"{template}.txt").read_text(encoding="utf-8")).substitute(words)
         file = folder / relative.format(module=words["module"])
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be written: {error.strerror or error}. Give another --dir.") from error
     return folder
 
 

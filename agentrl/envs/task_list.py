@@ -35,9 +35,8 @@ def read_task_list(
             split: [_checked(task, f"task {i} of split {split!r}", ConfigError) for i, task in enumerate(listed)]
             for split, listed in tasks.items()
         }
-        if not found or not all(found.values()):
-            empty = next((split for split, listed in found.items() if not listed), None)
-            raise ConfigError("there are no tasks" + (f" in split {empty!r}." if empty else "."))
+        if not any(found.values()):
+            raise ConfigError(f"there are no tasks in {', '.join(map(repr, found)) or 'an empty dict'}.")
         return found
     return _by_split([(f"task {i}", _checked(task, f"task {i}", ConfigError)) for i, task in enumerate(tasks)])
 

@@ -304,8 +304,8 @@ class FixedTasks(Wrapper):
 
     Args:
         env: The environment.
-        tasks: Tasks by split; or a list, or the path of a JSON Lines file, of tasks that name their ``split`` (``test``
-            where they do not).
+        tasks: Tasks by split, as of :func:`agentrl.load_tasks`; or a list, or the path of a JSON Lines file, of tasks
+            that name their ``split`` (``test`` where they do not).
 
     Raises:
         ConfigError: A task has keys that mean nothing, or there are none.
@@ -343,6 +343,8 @@ class FixedTasks(Wrapper):
 
     def _index(self, split: str, seed: int | None, options: dict[str, Any] | None) -> int:
         index, count = (options or {}).get("index"), self.num_tasks(split)
+        if not count:
+            raise ConfigError(f"FixedTasks has no tasks in split {split!r}.")
         if index is None:
             if seed is not None or self._drawing is None:
                 self._drawing = np.random.default_rng(seed)

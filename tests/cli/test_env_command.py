@@ -143,6 +143,12 @@ def test_a_new_package_passes_as_it_is(tmp_path, capsys):
     assert "exists already; nothing was written" in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_is_a_clear_error(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["env", "new", "depot", "--dir", str(tmp_path / "file")]) == 2
+    assert "cannot be written: Not a directory" in capsys.readouterr().err
+
+
 def test_an_installed_package_is_known_by_its_name(tmp_path):
     """As pip would install it: the entry point of its pyproject.toml in the folder's metadata."""
     folder = write_package("depot", tmp_path)

@@ -499,7 +499,8 @@ def test_fixed_tasks_say_how_to_reset():
     ("tasks", "error", "message"),
     [
         ([], ConfigError, "empty"),
-        ({"test": []}, ConfigError, "no tasks in split 'test'"),
+        ({"test": []}, ConfigError, "no tasks in 'test'"),
+        ({}, ConfigError, "an empty dict"),
         ([{"sed": 1}], ConfigError, "'sed' means nothing here"),
         ([3], ConfigError, "a task is a dict"),
         ([{"seed": "x"}], ConfigError, "'seed' must be a whole number"),
@@ -509,6 +510,16 @@ def test_fixed_tasks_say_how_to_reset():
 def test_bad_lists_of_tasks_are_refused(tasks, error, message):
     with pytest.raises(error, match=message):
         wrappers.FixedTasks(Ask(), tasks)
+
+
+def test_task_data_of_any_kind_may_be_the_list(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?", "label": "2", "category": "sums"}\n')
+    env = wrappers.FixedTasks(Ask(), agentrl.load_tasks(tmp_path / "rows.jsonl"))
+    assert env.num_tasks("train") == 1 and env.num_tasks("test") == 0
+    _, info = env.reset(options={"split": "train", "index": 0})
+    assert info["category"] == "sums" and env.step("2")[1] == 1.0
+    with pytest.raises(ConfigError, match="no tasks in split 'test'"):
+        env.reset(options={"split": "test"})
 
 
 def test_a_bad_line_is_named(tmp_path):
