@@ -58,4 +58,5 @@ def documented(prepared: Path, tmp_path: Path, monkeypatch) -> Path:
     folder = tmp_path / "here"
     shutil.copytree(prepared, folder)
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return folder
