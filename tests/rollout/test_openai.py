@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -346,3 +348,40 @@ def test_nothing_heavy_is_imported():
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+LIGHT = """
+import sys
+sys.path.insert(0, {here!r})
+HEAVY = {{"torch", "ray", "sglang", "sglang_router", "megatron", "transformers", "tokenizers", "aiohttp", "orjson",
+          "pyarrow", "pandas", "pydantic", "scipy", "uvicorn", "starlette"}}
+class NotInstalled:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in HEAVY:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, NotInstalled())
+from fake_openai import FakeOpenAI, call, completion
+from agentrl.cli.main import main
+script = [completion(None, tool_calls=[call("search", {{"query": "x"}})]), completion("Answer: y")]
+with FakeOpenAI(*script, key="sk-light") as server:
+    words = ["--env", "search", "--limit", "3", "--base-url", server.url, "--api-key-env", "LIGHT_KEY"]
+    assert main(["eval", *words, "--output-dir", "run"]) == 0
+assert main(["show", "run"]) == 0 and main(["compare", "run", "run"]) == 0
+"""
+
+
+def test_a_light_install_evaluates_shows_and_compares(tmp_path):
+    here = str(Path(__file__).parent)
+    env = {**os.environ, "LIGHT_KEY": "sk-light"}
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT.format(here=here)],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "3 of 3 episodes." in done.stdout and "success: the same in every task" in done.stdout
+    written = "".join(f.read_text() for f in (tmp_path / "run").rglob("*") if f.is_file())
+    assert "sk-light" not in written + done.stdout + done.stderr and "LIGHT_KEY" in written

@@ -1,5 +1,6 @@
 """A chat server that refuses, fails, hangs or talks nonsense."""
 
+import asyncio
 import time
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
