@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -21,7 +23,7 @@ from agentrl.envs.registry import make as make_env
 from agentrl.envs.registry import with_async
 from agentrl.envs.tool_schemas import schema_problems
 from agentrl.envs.wrapper import Wrapper
-from agentrl.errors import ConfigError
+from agentrl.errors import AgentRLError, ConfigError
 from agentrl.tools.threads import run_blocking, run_coroutine
 from agentrl.types import StopReason
 
@@ -98,9 +100,13 @@ def check_env(env: str | type[Env] | Callable[..., Any] | gymnasium.Env[Any, Any
         ConfigError: There is no such environment, or it does not take these arguments.
     """
     make = _maker(env, env_args)
-    first = make()
-    name = str(env) if isinstance(env, str) else type(first.unwrapped).__name__
-    first.close()
+    name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
+    try:
+        make().close()
+    except AgentRLError:
+        raise
+    except Exception as error:  # the author's constructor may raise anything
+        return Report(name, [CheckResult("can be made", "failed", _described(error))])
     return Report(name, [_run(check, make) for check in CHECKS])
 
 
@@ -128,7 +134,7 @@ def _run(check: Callable[[Make], str | None], make: Make) -> CheckResult:
     except TimeoutError:
         return CheckResult(name, "failed", f"took longer than {CHECK_SECONDS:g} s")
     except Exception as error:  # the author's code may raise anything
-        return CheckResult(name, "failed", _first_line(error))
+        return CheckResult(name, "failed", _described(error))
     return CheckResult(name, "passed", reason or "")
 
 
@@ -157,7 +163,7 @@ def _check_any_text(make: Make) -> str:
         except CheckFailed:
             raise
         except Exception as error:
-            raise CheckFailed(f"step raised on {action!r:.60}: {_first_line(error)}") from error
+            raise CheckFailed(f"step raised on {action!r:.60}: {_described(error)}") from error
         if terminated or truncated:
             _check_end(info, terminated)
             env.reset(seed=episodes)
@@ -341,6 +347,9 @@ def _difference(left: Any, right: Any) -> str:
     return "they compare as different"
 
 
-def _first_line(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
+    """Type, first line and place of an exception, so that its author finds it."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")[:300]
+    text = f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")[:300]
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text

@@ -168,6 +168,16 @@ def test_an_environment_that_hangs_does_not_hang_the_checker(monkeypatch):
     assert report.failed[0].reason == "took longer than 0.05 s"
 
 
+def test_a_constructor_that_fails_is_a_finding():
+    class Unmade(Good):
+        def __init__(self) -> None:
+            raise ValueError("no world")
+
+    (result,) = check_env(Unmade).results
+    assert (result.name, result.outcome) == ("can be made", "failed")
+    assert "ValueError: no world (test_checker.py:" in result.reason
+
+
 def test_what_cannot_be_checked_is_refused():
     with pytest.raises(ConfigError, match="unknown environment 'serch'"):
         check_env("serch")
