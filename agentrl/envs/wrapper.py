@@ -147,7 +147,7 @@ class Wrapper(gymnasium.Wrapper[str, str, str, str], RecordConstructorArgs):
     def _settled(self, observation: str, info: dict[str, Any]) -> None:
         """Messages follow an observation that the author changed alone."""
         before, messages = self._said
-        if observation != before and info.get("messages", messages) == messages:
+        if info.setdefault("messages", messages) == messages and observation != before:
             info["messages"] = retold(messages, before, observation)
         self._observation = observation
 
@@ -165,6 +165,7 @@ class Wrapper(gymnasium.Wrapper[str, str, str, str], RecordConstructorArgs):
     def _before_step(self, action: str) -> None:
         if self._phase != "running":
             raise ResetNeeded(f"{type(self).__name__}.step was called on an episode that is {self._phase}: call reset.")
+        self._said = "", []  # a wrapper may answer a turn itself
 
     def _after_step(self, result: Any) -> Transition:
         observation, reward, terminated, truncated, info = checked_step(result, f"{type(self).__name__}.step")

@@ -307,6 +307,21 @@ def test_messages_that_the_author_set_stay():
     assert env.step("x")[4]["messages"] == [{"role": "user", "content": "mine"}]
 
 
+def test_a_wrapper_may_answer_a_turn_itself_or_give_an_info_of_its_own():
+    class Helpful(wrappers.Wrapper):
+        def step(self, action: str) -> Any:
+            if action == "help":
+                return "Say a digit.", 0.0, False, False, {}
+            observation, *rest, _ = super().step(action)
+            return observation, *rest, {"mine": 1}
+
+    env = Helpful(Ask())
+    env.reset(seed=0)
+    _, *_, info = env.step(call("echo", text="a") * 2)
+    assert [(m["role"], m["content"]) for m in info["messages"]] == [("tool", "a"), ("tool", "a")] and info["mine"] == 1
+    assert env.step("help")[4] == {"messages": [{"role": "user", "content": "Say a digit."}]}
+
+
 # -- each of them -----------------------------------------------------------------------------------
 
 
