@@ -12,6 +12,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import shlex
 import sys
 import urllib.error
 import urllib.request
@@ -22,8 +23,9 @@ from typing import Any, Protocol
 from agentrl.data.files import storage_errors
 from agentrl.errors import AgentRLError, ConfigError, EngineError
 from agentrl.process import Terminated, terminate_on_sigterm, write_log_to
+from agentrl.progress import printable
 from agentrl.rollout.engine import EngineSpec, available_memory
-from agentrl.rollout.process import API_KEY_ENV, new_api_key
+from agentrl.rollout.process import API_KEY_ENV, new_api_key, port_is_free
 from agentrl.rollout.setup import engine_threads, has_gpu, scratch
 from agentrl.warden import Warden
 
@@ -75,6 +77,8 @@ def serve(options: ServeOptions) -> None:
     """
     key, is_new = _key(options)
     model = _model_folder(options)
+    if options.port and not port_is_free(options.host, options.port):
+        raise ConfigError(f"--port {options.port}: it is in use on {options.host}. Give another, or 0 for a free one")
     name = options.served_model_name or _name(options, model)
     if options.log_dir is not None:
         with storage_errors(Path(options.log_dir)):
@@ -241,7 +245,9 @@ def _check(base_url: str, key: str) -> None:
 
 
 def _announce(served: Served, options: ServeOptions) -> None:
-    """Tell a person how to use it, and a program that it is ready."""
+    """Tell a person how to use it, and a program (in words of a shell) that it is ready."""
+    name = shlex.quote(served.model)
+    hello = {"model": served.model, "messages": [{"role": "user", "content": "Hello"}]}
     asks = f' \\\n    -H "Authorization: Bearer ${API_KEY_ENV}"' if served.key else ""
     env = f" --api-key-env {API_KEY_ENV}" if served.key else ""
     lines = [f"base URL  {served.base_url}", f"model     {served.model}"]
@@ -256,10 +262,11 @@ def _announce(served: Served, options: ServeOptions) -> None:
         "",
         f"curl {served.base_url}/chat/completions{asks} \\",
         '    -H "Content-Type: application/json" \\',
-        "    -d '" + json.dumps({"model": served.model, "messages": [{"role": "user", "content": "Hello"}]}) + "'",
+        "    -d "
+        + shlex.quote(json.dumps({"model": served.model, "messages": [{"role": "user", "content": "Hello"}]})),
         "",
-        f"agentrl eval --env search --base-url {served.base_url} --model {served.model}{env}",
+        f"agentrl eval --env search --base-url {served.base_url} --model {name}{env}",
         "",
-        f"ready base_url={served.base_url} model={served.model}",
+        f"ready base_url={served.base_url} model={name}",
     ]
-    print("\n".join(lines), flush=True)
+    print(printable("\n".join(lines)), flush=True)

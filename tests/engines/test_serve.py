@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ from agentrl import serving
 from agentrl.cli.main import main
 from agentrl.config.presets import demo_folder
 from agentrl.errors import ConfigError
+from agentrl.trainer.checkpoint import CheckpointStore
 from agentrl.warden import descendants, is_running
 
 KEY = "a-key-for-this-test"
@@ -59,6 +62,41 @@ def test_what_cannot_be_served_is_refused_at_once(words, text, capsys, monkeypat
     assert main(["serve", *words]) in (2, 3)
     error = capsys.readouterr().err
     assert text in error and KEY not in error
+
+
+def test_a_port_in_use_is_refused_before_an_engine_starts(capsys, monkeypatch):
+    monkeypatch.setenv("AGENTRL_API_KEY", KEY)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 2
+    assert f"--port {port}: it is in use" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_a_run_is_found_and_named(tmp_path):
+    store = CheckpointStore(tmp_path / "my run" / "checkpoints")
+    for step in (10, 20):
+        folder = store.begin(step)
+        (folder / "hf").mkdir()
+        (folder / "hf" / "config.json").write_text("{}")
+        store.commit(step)
+    run = tmp_path / "my run"
+    for path, checkpoint, name in ((run, "newest", "my run@20"), (run, "10", "my run@10")):
+        wanted = options(run=str(path), checkpoint=checkpoint, hf_checkpoint=None)
+        folder = serving._model_folder(wanted)
+        assert Path(folder).name == "hf" and serving._name(wanted, folder) == name
+    wanted = options(run=str(run / "checkpoints" / "step_000010"), checkpoint="newest", hf_checkpoint=None)
+    assert serving._name(wanted, serving._model_folder(wanted)) == "my run@10"
+
+
+def test_what_is_announced_can_be_pasted(capsys):
+    serving._announce(serving.Served("http://127.0.0.1:1/v1", "it's@20", KEY, False), options(port=0))
+    lines = capsys.readouterr().out.splitlines()
+    assert shlex.split(lines[-1]) == ["ready", "base_url=http://127.0.0.1:1/v1", "model=it's@20"]
+    command = shlex.split(next(line for line in lines if line.startswith("agentrl eval")))
+    assert command[command.index("--model") + 1] == "it's@20" and KEY not in "".join(lines)
+    serving._announce(serving.Served("http://127.0.0.1:1/v1", "m", KEY, True), options(host="0.0.0.0"))
+    said = capsys.readouterr().out
+    assert said.count(KEY) == 1 and f"export AGENTRL_API_KEY={KEY}" in said and "nothing is encrypted" in said
 
 
 def options(**changes):
