@@ -64,10 +64,12 @@ class Session:
     def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
         self._lock = threading.Lock()
+        self._ending = threading.Lock()
         self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._mark = ""
+        self._owner = 0
         self._finalizer: weakref.finalize | None = None
 
     @property
@@ -84,6 +86,8 @@ class Session:
         with self._lock:
             if self._closed:
                 raise InfraError("the Python session is closed.")
+            if self._socket is not None and self._owner != os.getpid():
+                self._abandon()  # this is a forked copy, the session is its parent's
             if self._socket is None:
                 self._start()
             try:
@@ -102,10 +106,7 @@ class Session:
     def close(self) -> None:
         """Ends the interpreter and everything it started. May be called at any time, from any thread."""
         self._closed = True
-        if self._finalizer is not None:
-            self._finalizer.detach()
-        if self._process is not None and self._socket is not None:
-            _end(self._process, self._socket, os.getpid(), self._mark)
+        self._abandon()
 
     def __enter__(self) -> Self:
         return self
@@ -120,7 +121,7 @@ class Session:
         if "LD_LIBRARY_PATH" in os.environ:  # some Pythons do not start without
             environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
         try:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [base_python(), "-s", "-S", "-P", "-c", _BOOT, str(_PACKAGE), str(os.getpid())],
                 stdin=theirs,
                 stdout=subprocess.DEVNULL,
@@ -134,11 +135,13 @@ class Session:
             raise InfraError(f"the Python sandbox cannot be started: {error}") from error
         finally:
             theirs.close()
-        self._socket = ours
-        self._finalizer = weakref.finalize(self, _end_later, self._process, ours, os.getpid(), self._mark)
+        self._process, self._socket, self._owner = process, ours, os.getpid()
+        self._finalizer = weakref.finalize(self, _end_later, process, ours, self._owner, self._mark)
         self._finalizer.atexit = False  # the supervisor sees for itself that its caller ends
         try:
-            self._ask(self.sandbox.settings(self._mark, self._process.pid), START_SECONDS)
+            self._ask(self.sandbox.settings(self._mark, process.pid), START_SECONDS)
+            if self._closed:  # while it started
+                raise EOFError("the session was closed")
         except (OSError, WireError, EOFError) as error:
             said = self._abandon()
             raise InfraError(f"the Python sandbox did not start: {error}. {said}") from error
@@ -148,14 +151,16 @@ class Session:
 
     def _ask(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Raises OSError, EOFError or WireError when there is no answer in time."""
-        assert self._socket is not None
+        ours = self._socket
+        if ours is None:
+            raise EOFError("the session was closed")
         deadline = time.monotonic() + seconds
-        self._socket.settimeout(seconds)
-        self._socket.sendall(encode(message))
+        ours.settimeout(seconds)
+        ours.sendall(encode(message))
         reader = Reader(64 * self.sandbox.limits.max_output + (1 << 20))
         while True:
-            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-            data = self._socket.recv(1 << 16)
+            ours.settimeout(max(deadline - time.monotonic(), 0.001))
+            data = ours.recv(1 << 16)
             if not data:
                 raise EOFError("the supervisor is gone")
             answer = reader.feed(data)
@@ -163,15 +168,14 @@ class Session:
                 return answer
 
     def _abandon(self) -> str:
-        """Ends a supervisor that no longer answers and all that it had; what it said last."""
-        process, ours = self._process, self._socket
-        self._process = self._socket = None
+        """Ends the supervisor and all that it has; what it said last."""
+        with self._ending:  # the caller may close while a call fails
+            process, ours, self._process, self._socket = self._process, self._socket, None, None
         if self._finalizer is not None:
             self._finalizer.detach()
         if process is None or ours is None:
             return ""
-        _end(process, ours, os.getpid(), self._mark)
-        return (process.stderr.read() if process.stderr else b"").decode(errors="replace")[-2000:]
+        return _end(process, ours, self._owner, self._mark)
 
 
 def _end_later(process: subprocess.Popen[bytes], ours: socket.socket, caller: int, mark: str) -> None:
@@ -179,11 +183,14 @@ def _end_later(process: subprocess.Popen[bytes], ours: socket.socket, caller: in
     threading.Thread(target=_end, args=(process, ours, caller, mark), daemon=True).start()
 
 
-def _end(process: subprocess.Popen[bytes], ours: socket.socket, caller: int, mark: str) -> None:
-    """Has the supervisor end everything; does it here if the supervisor cannot."""
-    if os.getpid() != caller:
-        ours.close()  # a forked copy: the session is its parent's
-        return
+def _end(process: subprocess.Popen[bytes], ours: socket.socket, caller: int, mark: str) -> str:
+    """Has the supervisor end everything; does it here if the supervisor cannot. Returns its last words."""
+    assert process.stderr is not None
+    if os.getpid() != caller:  # a forked copy: the session is its parent's
+        ours.close()
+        process.stderr.close()
+        process.returncode = 0  # for `Popen`, which would report a child that is none of this process
+        return ""
     with contextlib.suppress(OSError):
         ours.shutdown(socket.SHUT_RDWR)  # wakes who waits for an answer
     try:
@@ -194,6 +201,8 @@ def _end(process: subprocess.Popen[bytes], ours: socket.socket, caller: int, mar
     ours.close()
     if status != 0:
         _clear(mark)
+    with process.stderr as said:
+        return said.read().decode(errors="replace")[-2000:]
 
 
 def _clear(mark: str) -> None:
