@@ -18,6 +18,7 @@ from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.client import PolicyClient
 from agentrl.rollout.conversation import EpisodeLimits
 from agentrl.rollout.episode import describe, play_episode
+from agentrl.rollout.garbage import SELDOM
 from agentrl.rollout.generate_hook import GenerateFunction, load_generate_function
 from agentrl.rollout.sampling import checked
 from agentrl.tools.threads import run_blocking
@@ -110,8 +111,9 @@ class EpisodeRunner:
             return trajectories
 
         try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(one(i)) for i in (range(n) if indices is None else indices)]
+            with SELDOM:
+                async with asyncio.TaskGroup() as tasks:
+                    running = [tasks.create_task(one(i)) for i in (range(n) if indices is None else indices)]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return Group(group_id, task, [trajectory for t in running for trajectory in t.result()])
