@@ -262,8 +262,7 @@ def _announce(served: Served, options: ServeOptions) -> None:
         "",
         f"curl {served.base_url}/chat/completions{asks} \\",
         '    -H "Content-Type: application/json" \\',
-        "    -d "
-        + shlex.quote(json.dumps({"model": served.model, "messages": [{"role": "user", "content": "Hello"}]})),
+        f"    -d {shlex.quote(json.dumps(hello))}",
         "",
         f"agentrl eval --env search --base-url {served.base_url} --model {name}{env}",
         "",
