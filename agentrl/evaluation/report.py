@@ -97,7 +97,7 @@ class Report:
 
     def tables(self) -> Iterator[Table | Text]:
         """The tables of a terminal: the sets side by side, then categories, agents and parts of the reward."""
-        yield _main_table(self.sets)
+        yield _main_table(self.sets) if len(self.sets) <= SIDE_BY_SIDE else _wide_table(self.sets)
         for name, summary in self.sets.items():
             if len(summary.categories) > 1:
                 yield _category_table(name, summary)
@@ -129,6 +129,9 @@ ROWS: dict[str, Callable[[EvalSummary], str]] = {
     "95 % interval": lambda s: _interval(s.success),
     "reward (± standard error)": lambda s: _with_error(s.reward),
 }
+SIDE_BY_SIDE = 3
+"""Most sets that stand side by side in a table."""
+
 COUNTS: dict[str, Callable[[EvalSummary], str]] = {
     "tasks": lambda s: str(s.success.n_tasks),
     "episodes scored": lambda s: f"{s.success.n} of {s.planned}",
@@ -142,18 +145,36 @@ COUNTS: dict[str, Callable[[EvalSummary], str]] = {
 }
 
 
+def _title(sets: dict[str, EvalSummary]) -> str:
+    training = all(summary.split == TRAINING_SPLIT for summary in sets.values())
+    return "Evaluation on the TRAINING split" if training else "Held-out evaluation"
+
+
+def _label(name: str, summary: EvalSummary) -> Text:
+    if summary.split == TRAINING_SPLIT:
+        return Text(f"{name} ({summary.split.upper()} SPLIT)", style="red")
+    return Text(f"{name} ({summary.split})")
+
+
+def _wide_table(sets: dict[str, EvalSummary]) -> Table:
+    """Of many sets, a row each; what does not fit is in the summary."""
+    table = Table(title=_title(sets), title_justify="left")
+    for label in ("set", "success", "95 % interval", "reward", "scored", "errors", "turns"):
+        table.add_column(label, justify="left" if label == "set" else "right", overflow="fold")
+    for name, s in sets.items():
+        scored = f"{s.success.n} of {s.planned}"
+        reward, turns = _number(s.reward.mean, ".3f"), _number(s.turns, ".1f")
+        table.add_row(
+            _label(name, s), _share(s.success), _interval(s.success), reward, scored, str(s.errors), turns
+        )  # fmt: skip
+    return table
+
+
 def _main_table(sets: dict[str, EvalSummary]) -> Table:
-    table = Table(title="Held-out evaluation", title_justify="left")
+    table = Table(title=_title(sets), title_justify="left")
     table.add_column("")
     for name, summary in sets.items():
-        training = summary.split == TRAINING_SPLIT
-        table.add_column(
-            f"{name} ({summary.split.upper() + ' SPLIT' if training else summary.split})",
-            justify="right",
-            style="red" if training else None,
-        )
-    if all(summary.split == TRAINING_SPLIT for summary in sets.values()):
-        table.title = "Evaluation on the TRAINING split"
+        table.add_column(_label(name, summary), justify="right")
     for label, cell in {**ROWS, **_further_rows(sets), **COUNTS}.items():
         table.add_row(label, *(cell(s) for s in sets.values()))
     return table

@@ -64,6 +64,7 @@ def evaluate(cfg: EvalConfig) -> int:
         console = Console(stderr=True, highlight=False) if cfg.json else None
         progress = stack.enter_context(Progress(f"agentrl eval · {run.path.name}", 0, console=console))
         write_log_to(run.logs / "driver.log", cfg.log_level)
+        run.describe(policy=described(cfg, model))
         session = Session(cfg, sets, run, progress, warnings=warnings_before(cfg, sets))
         progress.log(Text(f"run folder  {run.path}\nmodel       {described(cfg, model)}"))
         for warning in session.warnings:

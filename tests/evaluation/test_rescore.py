@@ -155,6 +155,17 @@ def test_a_deterministic_environment_is_played_through_again(played, tmp_path):
     assert all(t.success for t in new) and max(t.turn_rewards for t in new) == [1.0]
 
 
+def test_an_episode_that_a_budget_ended_is_played_through_too(played, tmp_path):
+    """Behind its last turn there is no answer in the record."""
+    with FakeOpenAI(completion("7")) as server:
+        argv = ["--env", f"{tmp_path / 'doors.py'}:Doors", "--base-url", server.url, "--max-turns", "2"]
+        assert evaluate(load_eval_config([*argv, "--output-dir", str(tmp_path / "short")])) == 0
+    change(tmp_path, "STEP = 0.5", "STEP = -1.0", "doors.py")
+    assert rescore(tmp_path / "short") == 0
+    (one, *_) = load(tmp_path / "short" / "rescored-1").sets["Doors"]
+    assert (one.reward, one.success, str(one.stop_reason)) == (-2.0, False, "max_turns")
+
+
 def test_one_that_answers_otherwise_is_not_judged_by_its_new_rewards(played, monkeypatch, capsys):
     monkeypatch.setenv("MORE", " Try another.")
     capsys.readouterr()

@@ -57,6 +57,7 @@ def test_the_record_says_what_was_evaluated(run_eval, out, sums):
     record = json.loads((out / "run.json").read_text())
     (start,) = record["starts"]
     assert start["versions"]["gymnasium"] and start["host"] and len(start["agentrl_git"]["revision"]) == 40
+    assert record["policy"] == f"m at {server.url}"
     what = record["evaluation"]
     assert what["model"] == {"base_url": server.url, "model": "m"} and what["sampling"]["seed"] == 5
     only = what["sets"]["Sums"]
@@ -311,3 +312,16 @@ def test_a_folder_of_its_own_each_time_when_none_is_named(sums, tmp_path, monkey
             cfg = load_eval_config(["--env", sums, "--base-url", server.url, "--model", "m", "--limit", "1"])
             assert evaluate(cfg) == 0
     assert len([p for p in (tmp_path / "runs").iterdir() if p.name.startswith("eval-Sums-")]) == 2
+
+
+def test_many_sets_have_a_row_each(run_eval, out, tmp_path, capsys):
+    files = []
+    for number in range(3):
+        file = tmp_path / f"tasks{number}.jsonl"
+        file.write_text('{"prompt": "1 + 1", "label": "2"}\n')
+        files += ["--eval-prompt-data", f"set-{number}", str(file)]
+    with FakeOpenAI(completion("2")) as server:
+        assert run_eval(server, "--limit", "2", *files) == 0
+    said = capsys.readouterr().out
+    assert "set-2 (all)" in said and "1 of 1" in said
+    assert set(load(out).sets) == {"Sums", "set-0", "set-1", "set-2"}
