@@ -119,8 +119,9 @@ class Tool:
             needs_schema="parameters" not in cls.__dict__,
         )
         cls.description = texts.description
+        cls.converters = texts.converters
         if texts.parameters is not None:
-            cls.parameters, cls.converters = texts.parameters, texts.converters
+            cls.parameters = texts.parameters
 
     def __call__(self, **arguments: Any) -> Any:
         """Does the work; returns text or a :class:`ToolResult`. May be ``async``."""

@@ -153,7 +153,7 @@ class FetchTool(Tool):
             _refuse(f"{_named(url)} names no host")
         if parsed.userinfo:
             _refuse("a URL with a user name or password is not fetched")
-        port = port or {"http": 80, "https": 443}[parsed.scheme]
+        port = {"http": 80, "https": 443}[parsed.scheme] if port is None else port
         if port not in self.ports:
             _refuse(f"port {port} is not allowed; allowed are {', '.join(map(str, self.ports))}")
         domain = _domain(host)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import concurrent.futures
 import contextlib
 import logging
 import os
@@ -17,7 +18,6 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -312,7 +312,5 @@ def _let_go(connection: _Connection) -> None:
 @atexit.register
 def _close_all() -> None:
     left = [connection for connection in list(_open) if connection.owner == os.getpid()]
-    ends: list[Future[None]] = [_loop.submit(connection.close()) for connection in left]
-    for end in ends:
-        with contextlib.suppress(Exception):
-            end.result(CLOSE_SECONDS)
+    ends = [_loop.submit(connection.close()) for connection in left]
+    concurrent.futures.wait(ends, CLOSE_SECONDS)

@@ -8,7 +8,7 @@ import re
 MAX_LENGTH = 300
 """Characters of a text that are looked at and kept."""
 
-_PATH = re.compile(r"(?:file://)?(?<![\w.:/])(?:/[\w.@+~-]+){2,}/?")
+_PATH = re.compile(r"(?:file://|(?<![\w.:/]))(?:/[\w.@+~-]+){2,}/?")
 _SECRET_NAME = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
 _SECRET = re.compile(
     r"\b(?:sk|pk|rk)-[\w-]{16,}|\bgh[a-z]_\w{20,}|\bhf_\w{20,}|\bxox[a-z]-[\w-]{10,}|\bAKIA[A-Z0-9]{16}|\bAIza[\w-]{30,}"
@@ -16,8 +16,10 @@ _SECRET = re.compile(
     r"|(?<=://)[^/\s@]+(?=@)"  # user and password in a URL
 )
 _NAMED = re.compile(
-    r"""((?:api[_-]?key|access[_-]?key|token|secret|passw(?:or)?d|authorization|bearer)["']?\s*[=: ]\s*["']?)"""
-    r"""(?:bearer\s+)?[^\s"'&,;]{6,}""",
+    r"""((?:(?:api|access|secret|private)[_-]?key|secret|passw(?:or)?d|authorization)["']?\s*[=:]\s*["']?)"""
+    r"""(?:(?:bearer|basic)\s+)?[^\s"'&,;]{6,}"""
+    # "Unexpected token: identifier" is no secret; a token has digits.
+    r"""|((?:token|bearer)["']?(?:\s*[=:]\s*|\s+)["']?)(?=[^\s"'&,;]*\d)[^\s"'&,;]{8,}""",
     re.IGNORECASE,
 )
 
@@ -32,5 +34,5 @@ def redact(text: str) -> str:
     for name, value in os.environ.items():
         if len(value) >= 8 and value in text and _SECRET_NAME.search(name):
             text = text.replace(value, "[secret]")
-    text = _NAMED.sub(r"\1[secret]", _SECRET.sub("[secret]", text))
+    text = _NAMED.sub(r"\1\2[secret]", _SECRET.sub("[secret]", text))
     return _PATH.sub("…", text)[:MAX_LENGTH]

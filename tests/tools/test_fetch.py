@@ -20,7 +20,7 @@ import pytest
 
 from agentrl.errors import ConfigError
 from agentrl.tools import FetchTool, ToolError, run_calls
-from agentrl.tools.addresses import AddressRefused, Guard, GuardedBackend, is_public, resolve
+from agentrl.tools.addresses import MAX_TRIED, AddressRefused, Guard, GuardedBackend, is_public, resolve
 from agentrl.tools.fetch import MAX_TAGS, MAX_URL, Page, page_text
 from agentrl.types import ToolCall
 
@@ -337,6 +337,20 @@ def test_the_connection_goes_to_the_address_and_tls_asks_for_the_name():
     assert dialed == [("93.184.216.34", 443), "example.org"]
 
 
+def test_so_many_addresses_of_a_host_are_tried():
+    dialed = []
+
+    class Inner(httpcore.AsyncMockBackend):
+        async def connect_tcp(self, host, port, **_):
+            dialed.append(host)
+            raise httpcore.ConnectError("no")
+
+    addresses = [f"93.184.216.{n}" for n in range(10)]
+    with pytest.raises(httpcore.ConnectError):
+        asyncio.run(GuardedBackend(Guard(resolver=lambda _: addresses), Inner([])).connect_tcp("host", 80))
+    assert dialed == addresses[:MAX_TRIED]
+
+
 def test_sockets_of_the_machine_are_not_reached():
     with pytest.raises(AddressRefused):
         asyncio.run(GuardedBackend(Guard()).connect_unix_socket("/run/docker.sock"))
@@ -352,6 +366,7 @@ def test_sockets_of_the_machine_are_not_reached():
         ("http://user:password@example.org/", "user name or password"),
         ("http://example.org:22/", "port 22 is not allowed"),
         ("http://example.org:99999/", "port 99999 is not allowed"),
+        ("http://example.org:0/", "port 0 is not allowed"),
         ("http:///path", "names no host"),
         ("http://exa\nmple.org/", "is not a URL"),
         ("http://exa mple.org/", ""),

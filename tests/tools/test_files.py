@@ -213,6 +213,13 @@ def test_listing_and_searching_have_limits():
     tool.close()
 
 
+def test_of_a_folder_so_many_names_are_read(files, monkeypatch):
+    for name in "abc":
+        files("write", name, name)
+    monkeypatch.setattr("agentrl.tools.jail.MAX_NAMES", 2)
+    assert len(files("list").splitlines()) == 2
+
+
 # -- episodes ---------------------------------------------------------------------------------------
 
 

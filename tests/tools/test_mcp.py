@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import agentrl
 from agentrl.errors import ConfigError, InfraError
 from agentrl.tools import ToolResult, close_tools, mcp_tools, run_calls
 from agentrl.tools.mcp import shown
-from agentrl.tools.mcp_session import Server, Session
+from agentrl.tools.mcp_session import MAX_PAGES, Server, Session, _listed
 from agentrl.tools.threads import run_coroutine
 from agentrl.types import ToolCall
 
@@ -126,6 +127,7 @@ def test_a_server_that_dies_is_an_infrastructure_error_and_the_next_episode_has_
     again.close()
 
 
+@pytest.mark.slow
 def test_a_call_that_takes_too_long_is_given_up():
     slow = Episode(mcp_tools(COMMAND, timeout=0.5, start_timeout=20, include=["sleep"]))
     result = slow("sleep", seconds=20)
@@ -152,6 +154,7 @@ class Sums(agentrl.ToolEnv):
         self.tools = mcp_tools(COMMAND, timeout=10, include=["add", "process"])
 
 
+@pytest.mark.slow
 def test_in_an_environment_sync_and_async():
     def turn(name: str, **arguments) -> str:
         return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
@@ -174,6 +177,7 @@ def test_in_an_environment_sync_and_async():
     assert soon(lambda: not is_alive(second))
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_process_ends_or_is_killed():
     program = (
         "import asyncio, sys\nfrom agentrl.tools import mcp_tools, run_calls\nfrom agentrl.types import ToolCall\n"
@@ -200,6 +204,7 @@ def test_nothing_is_left_when_the_process_ends_or_is_killed():
         assert soon(lambda pid=pid: not is_alive(pid)), how
 
 
+@pytest.mark.slow
 def test_servers_that_do_not_start_are_explained():
     with pytest.raises(ConfigError, match="'no-such-program' is not there"):
         mcp_tools(["no-such-program"])
@@ -209,6 +214,18 @@ def test_servers_that_do_not_start_are_explained():
     with pytest.raises(InfraError, match="was not ready within 1 s"):
         mcp_tools([*COMMAND, "slow"], start_timeout=1)
     assert time.monotonic() - started < 12
+
+
+def test_a_server_has_so_many_tools_and_pages(monkeypatch):
+    monkeypatch.setattr("agentrl.tools.mcp.MAX_TOOLS", 3)
+    with pytest.raises(ConfigError, match=r"tools; choose at most 3 by include"):
+        mcp_tools(COMMAND, timeout=10)
+
+    class Endless:
+        async def list_tools(self, cursor):
+            return types.SimpleNamespace(tools=["tool"], next_cursor="more")
+
+    assert len(asyncio.run(_listed(Endless()))) == MAX_PAGES
 
 
 # -- by HTTP ----------------------------------------------------------------------------------------
@@ -306,25 +323,25 @@ def test_a_server_is_named_without_arguments_and_credentials():
 
 
 def test_results_of_every_kind():
-    import mcp_types as types
+    import mcp_types
 
-    resource = types.TextResourceContents(uri="file:///a.txt", text="text of it")
-    blob = types.BlobResourceContents(uri="file:///a.bin", blob="AAAA", mime_type="application/x")
+    resource = mcp_types.TextResourceContents(uri="file:///a.txt", text="text of it")
+    blob = mcp_types.BlobResourceContents(uri="file:///a.bin", blob="AAAA", mime_type="application/x")
     content = [
-        types.TextContent(text="first"),
-        types.AudioContent(data="AAAA", mime_type="audio/wav"),
-        types.EmbeddedResource(resource=resource),
-        types.EmbeddedResource(resource=blob),
-        types.ResourceLink(name="page", uri="https://example.org/"),
+        mcp_types.TextContent(text="first"),
+        mcp_types.AudioContent(data="AAAA", mime_type="audio/wav"),
+        mcp_types.EmbeddedResource(resource=resource),
+        mcp_types.EmbeddedResource(resource=blob),
+        mcp_types.ResourceLink(name="page", uri="https://example.org/"),
     ]
-    assert shown(types.CallToolResult(content=content)).splitlines() == [
+    assert shown(mcp_types.CallToolResult(content=content)).splitlines() == [
         "first",
         "[audio/wav, 3 bytes, not shown]",
         "text of it",
         "[application/x, 3 bytes, not shown]",
         "[page: https://example.org/]",
     ]
-    assert shown(types.CallToolResult(content=[], structured_content={"a": "é"})) == '{"a": "é"}'
+    assert shown(mcp_types.CallToolResult(content=[], structured_content={"a": "é"})) == '{"a": "é"}'
 
 
 def test_a_session_that_is_dropped_ends_its_server():

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from agentrl.errors import EnvError, InfraError
 from agentrl.tools import Tool, ToolError, ToolResult, close_tools, run_calls, threads, tool
+from agentrl.tools.execution import MAX_ERROR
 from agentrl.tools.parsers import HermesParser
+from agentrl.tools.redaction import redact
 from agentrl.tools.threads import DaemonPool, run_blocking, run_coroutine
 from agentrl.types import ToolCall
 
@@ -561,3 +563,51 @@ def test_an_error_that_is_none_is_the_authors_fault():
 
     with pytest.raises(EnvError, match="ToolError is expected"):
         run([ToolCall("wrong", {})], wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("cannot open file:///etc/ssh/key.pem here", "cannot open … here"),
+        ("see https://example.org/a/b for more", "see https://example.org/a/b for more"),
+        ("1/2 is not 3/4/5", "1/2 is not 3/4/5"),
+        ("Unexpected token: identifier", "Unexpected token: identifier"),
+        ("unexpected token 'SELECT'", "unexpected token 'SELECT'"),
+        ("token=abc123def456", "token=[secret]"),
+        ('{"password": "correcthorse"}', '{"password": "[secret]"}'),
+        ("Basic authorization: Basic dXNlcjpwYXNz", "Basic authorization: [secret]"),
+    ],
+)
+def test_what_is_hidden_and_what_is_not(text, kept):
+    assert redact(text) == kept
+
+
+def test_an_error_that_a_tool_words_itself_is_cut():
+    @tool
+    def wordy() -> str:
+        """Says much."""
+        raise ToolError("word " * 10_000)
+
+    assert len(run([ToolCall("wordy", {})], wordy)[0].observation) == MAX_ERROR
+
+
+def test_a_subclass_with_a_schema_of_its_own_converts_nothing():
+    class Base(Tool):
+        """Takes a set."""
+
+        def __call__(self, items: set[int]) -> str:
+            """Args:
+            items: Numbers.
+            """
+            return str(type(items).__name__)
+
+    class Derived(Base):
+        """Takes a list."""
+
+        parameters = {"type": "object", "properties": {"items": {"type": "array"}}}
+
+        def __call__(self, items: list) -> str:
+            return super().__call__(items)
+
+    assert run([ToolCall("base", {"items": [1]})], Base())[0].observation == "set"
+    assert run([ToolCall("derived", {"items": [1]})], Derived())[0].observation == "list"
