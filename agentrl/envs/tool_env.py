@@ -244,6 +244,8 @@ class ToolEnv(Env):
 
     async def _turn_parts(self, text: str, records: list[dict[str, Any]]) -> dict[str, float]:
         """What :attr:`turn_reward` gives this turn, by name."""
+        if reward_of(self, "turn_reward") is None:
+            return {}
         calls = [_seen(call) for call in records]
         return await self._rewards("turn_reward")(
             text, self.row.get("answer"), turns=list(self._turns), calls=calls, row=self.row
