@@ -44,6 +44,19 @@ def model_folder(cfg: EvalConfig) -> str | None:
     return str(CheckpointStore.open_run(cfg.run, which=cfg.checkpoint).hf_folder)
 
 
+def settled(cfg: EvalConfig) -> EvalConfig:
+    """``cfg`` with the name of the server's model, so that the record says which was evaluated; asked for if need be.
+
+    Raises:
+        AgentRLError: no server answers, its key is wrong, or it has several models and none was chosen.
+    """
+    if cfg.base_url is None or cfg.model is not None:
+        return cfg
+    from agentrl.rollout.openai import served_model
+
+    return cfg.replace(model=served_model(cfg))
+
+
 def model_identity(cfg: EvalConfig, folder: str | None) -> dict[str, Any]:
     """What makes two evaluations ones of the same model: the server's address and name, or the weights' digest."""
     if folder is None:

@@ -26,7 +26,7 @@ from agentrl.errors import ConfigError
 from agentrl.evaluation.heldout import HeldOutSet, held_out_sets
 from agentrl.evaluation.metrics import EvalSummary, by_episode, is_error, summarize
 from agentrl.evaluation.play import Admission, plan, play_set
-from agentrl.evaluation.policy import described, model_folder, model_identity, open_policy
+from agentrl.evaluation.policy import described, model_folder, model_identity, open_policy, settled
 from agentrl.evaluation.record import identity, refuse_other
 from agentrl.evaluation.report import Report, warnings_before
 from agentrl.evaluation.results import SUMMARY, TRAJECTORIES, read_episodes, read_summaries
@@ -56,6 +56,7 @@ def evaluate(cfg: EvalConfig) -> int:
         from agentrl.evaluation.rescore import rescore
 
         return rescore(cfg)
+    cfg = settled(cfg)
     model = model_folder(cfg)
     sets = held_out_sets(cfg, split=cfg.split)
     what = identity(cfg, sets, model_identity(cfg, model))

@@ -14,6 +14,7 @@ counts are the server's. What differs from the token ledger, and how it is bridg
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -34,9 +35,10 @@ from agentrl.rollout.sampling import for_turn
 from agentrl.tools.parsers import Parsed, Parser, clean_text
 from agentrl.types import Message, SamplingParams, Segment, StopReason
 
-__all__ = ["ChatConversation", "OpenAIClient", "ServerChat", "open_server"]
+__all__ = ["ChatConversation", "OpenAIClient", "ServerChat", "open_server", "served_model"]
 
 CALL_FORMAT = "hermes"
+_CONTACT_SECONDS = 10.0
 _FOREIGN_CALLS = ("<arg_key>", "<function=", "[TOOL_CALLS]", "<|python_tag|>", "tool▁calls▁begin", "tool_calls_section")
 _NO_TOKENS = np.zeros(0, np.int32)
 
@@ -52,16 +54,31 @@ async def open_server(cfg: Any) -> AsyncIterator[tuple[OpenAIClient, ServerChat]
         ConfigError: address, key or model cannot be used.
         EngineError: no server answers.
     """
-    key = os.environ.get(cfg.api_key_env) if cfg.api_key_env else None
-    client = OpenAIClient(
+    async with _client(cfg) as client:
+        await client.choose_model(cfg.model, timeout=min(_CONTACT_SECONDS, cfg.engine_timeout))
+        yield client, ServerChat(seed=cfg.seed)
+
+
+def served_model(cfg: Any) -> str:
+    """The model that ``cfg`` means: the one it names, or the only one that the server lists. First contact with it.
+
+    Raises: what :func:`open_server` raises.
+    """
+
+    async def ask() -> str:
+        async with _client(cfg) as client:
+            return await client.choose_model(cfg.model, timeout=min(_CONTACT_SECONDS, cfg.engine_timeout))
+
+    return asyncio.run(ask())
+
+
+def _client(cfg: Any) -> OpenAIClient:
+    return OpenAIClient(
         cfg.base_url,
-        api_key=key,
+        api_key=os.environ.get(cfg.api_key_env) if cfg.api_key_env else None,
         api_key_env=cfg.api_key_env or "",
         max_concurrency=cfg.rollout_concurrency,
     )
-    async with client:
-        await client.choose_model(cfg.model, timeout=min(10.0, cfg.engine_timeout))
-        yield client, ServerChat(seed=cfg.seed)
 
 
 class ServerChat:
