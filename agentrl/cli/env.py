@@ -87,8 +87,9 @@ def _about(name: str) -> tuple[str, str]:
 
     try:
         made_by = load_object(find(name).entry_point, "environment")
-    except (AgentRLError, ImportError) as error:
-        return "", f"cannot be loaded: {str(error).splitlines()[0]}"
+    except Exception as error:  # a module of somebody else's
+        kind = "" if isinstance(error, (AgentRLError, ImportError)) else f"{type(error).__name__}: "
+        return "", f"cannot be loaded: {kind}{(str(error).splitlines() or [''])[0]}"
     splits = ", ".join(getattr(made_by, "splits", ()))
     text = inspect.cleandoc(made_by.__doc__ or "")
     return splits, text.split("\n\n")[0].replace("\n", " ").replace("`", "")

@@ -32,7 +32,8 @@ class Env(gymnasium.Env[str, str]):
     episodes. One instance serves one episode at a time.
 
     ``info`` after a reset holds ``task_id``, ``messages`` (the conversation to start from), and if
-    there are any ``tools`` (OpenAI function schemas) and ``stop`` (stop strings). After a step it
+    there are any ``tools`` (OpenAI function schemas) and ``stop`` (stop strings); ``category`` names the
+    kind or difficulty of the task, for scores by category. After a step it
     holds ``messages`` (the new ones), and at the end ``stop_reason`` and ``success``; ``rewards`` and
     ``tool_calls`` where the environment has them. What an author leaves out is filled in. Keep
     ``info`` deterministic: no clock, no uuid, no NaN.

@@ -41,6 +41,8 @@ def test_list_says_what_each_is_and_hides_none_that_is_broken(capsys, monkeypatc
 
     monkeypatch.setattr(registry, "_registry", dict(registry._registry))
     (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
+    (tmp_path / "worse.py").write_text("1 / 0\n")
+    agentrl.register("worse", f"{tmp_path}/worse.py:Env")
     (tmp_path / "made.py").write_text('def make_env():\n    """Made by a function."""\n')
     agentrl.register("broken", f"{tmp_path}/broken.py:Env")
     agentrl.register("made", f"{tmp_path}/made.py:make_env")
@@ -49,6 +51,7 @@ def test_list_says_what_each_is_and_hides_none_that_is_broken(capsys, monkeypatc
     assert set(lines) == set(agentrl.registered())
     assert "train, test" in lines["search"] and "Questions about a synthetic world" in lines["search"]
     assert "cannot be loaded: No module named 'nothing_of_that_name'" in lines["broken"]
+    assert "cannot be loaded: ZeroDivisionError: division by zero" in lines["worse"]
     assert lines["made"].endswith("Made by a function.")
 
 

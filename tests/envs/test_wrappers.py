@@ -15,6 +15,8 @@ import pytest
 from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+from hypothesis import given
+from hypothesis import strategies as st
 
 import agentrl
 from agentrl import wrappers
@@ -279,10 +281,23 @@ def test_a_wrapper_that_ends_an_episode_need_not_say_how():
     ],
 )
 def test_messages_follow_a_changed_observation(messages, before, after, expected):
-    given = [{"role": role, "content": content} for role, content in messages]
-    told = retold(given, before, after)
+    said = [{"role": role, "content": content} for role, content in messages]
+    told = retold(said, before, after)
     assert [(m["role"], m["content"]) for m in told] == expected
-    assert given == [{"role": role, "content": content} for role, content in messages]
+    assert said == [{"role": role, "content": content} for role, content in messages]
+
+
+words = st.text(max_size=8)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["system", "user", "tool", "assistant"]), words), max_size=4), words, words)
+def test_a_changed_observation_is_always_read(messages, prefix, suffix):
+    said = [{"role": role, "content": content} for role, content in messages]
+    before = "\n".join(content for role, content in messages if role != "system")
+    for after in (prefix + before, before + suffix, prefix + suffix):
+        told = retold(said, before, after)
+        assert after in "\n".join(m["content"] for m in told if m["role"] != "system")
+        assert [m for m in told if m["role"] == "system"] == [m for m in said if m["role"] == "system"]
 
 
 def test_gymnasiums_own_wrappers_change_what_the_model_reads():
