@@ -69,6 +69,25 @@ def mcp_tools(
     """
     if importlib.util.find_spec("mcp") is None:
         raise ConfigError("tools of MCP servers need the package mcp: pip install 'agentrl[tools]'")
+    server = _server(command, url, env or {}, cwd, headers or {}, start_timeout, timeout)
+    source = _source(server)
+    taken = _chosen(source.tools(), include, exclude, server.name)
+    tools = [McpTool(source, definition, prefix=prefix, shared=shared, max_output=max_output) for definition in taken]
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{server.name}: two tools would be named {max(names, key=names.count)!r}; exclude one")
+    return list(tools)
+
+
+def _server(
+    command: Sequence[str] | None,
+    url: str | None,
+    env: Mapping[str, str],
+    cwd: str | Path | None,
+    headers: Mapping[str, str],
+    start_timeout: float,
+    timeout: float,
+) -> Server:
     if (command is None) == (url is None):
         raise ConfigError("mcp_tools takes the command that starts a server, or the url of one that runs")
     if isinstance(command, str) or (command is not None and not command):
@@ -79,22 +98,15 @@ def mcp_tools(
         raise ConfigError("headers are for a url; for a server started by command there is env")
     if url is not None and not url.startswith(("http://", "https://")):
         raise ConfigError(f"{url!r} is not a URL; expected http://host:port/mcp")
-    server = Server(
+    return Server(
         command=tuple(map(str, command or ())),
         url=url or "",
-        env=dict(env or {}),
+        env=dict(env),
         cwd=None if cwd is None else str(cwd),
-        headers=dict(headers or {}),
+        headers=dict(headers),
         start_timeout=start_timeout,
         timeout=timeout,
     )
-    source = _source(server)
-    taken = _chosen(source.tools(), include, exclude, server.name)
-    tools = [McpTool(source, definition, prefix=prefix, shared=shared, max_output=max_output) for definition in taken]
-    names = [tool.name for tool in tools]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"{server.name}: two tools would be named {max(names, key=names.count)!r}; exclude one")
-    return list(tools)
 
 
 class McpTool(Tool, described=False):
