@@ -170,14 +170,15 @@ def runs(segment: Segment) -> Iterator[tuple[np.ndarray, bool]]:
 
 
 def _messages(trajectory: Trajectory) -> Iterator[Text]:
-    turn = 0
+    # A prompt may hold assistant messages too: the model's own are the last ones.
+    turn = trajectory.num_turns - sum(m.get("role") == "assistant" for m in trajectory.messages)
     for message in trajectory.messages:
         role = message.get("role", "?")
-        own = role == "assistant" and turn < trajectory.num_turns
+        own = role == "assistant" and turn >= 0
         yield _block(f"{role}: {_content(message)}", TRAINED if own else MASKED)
         if own:
             yield _turn(trajectory, turn)
-            turn += 1
+        turn += role == "assistant"
 
 
 def _content(message: Message) -> str:

@@ -111,6 +111,13 @@ def test_messages_where_there_are_no_tokens_or_no_tokenizer(tmp_path, capsys):
     assert shown(capsys, run, "--no-tokens").splitlines()[1:8] == expected
 
 
+def test_examples_in_the_prompt_are_not_the_models_own(tmp_path, capsys):
+    example = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
+    shot = episode(with_tokens=False, messages=[*example, *episode(with_tokens=False).messages])
+    lines = shown(capsys, write(tmp_path / "run", shot)).splitlines()
+    assert lines[2] == "│ assistant: 2" and lines[4] == "▌ assistant: <think>hm</think>"
+
+
 def test_colours_in_a_terminal(tmp_path):
     run = write(tmp_path / "run", episode())
     out = io.StringIO()
