@@ -174,6 +174,10 @@ class FunctionTool(Tool, described=False):
     shared = True
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        if not inspect.isroutine(function):
+            raise TypeError(
+                f"a tool is made of a function, got {function!r:.80}; for an object, write a subclass of Tool."
+            )
         self.function = function
         self.is_method = next(iter(inspect.signature(function).parameters), "") == "self"
         self.bound_to: object | None = None

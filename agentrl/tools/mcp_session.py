@@ -33,11 +33,12 @@ CLOSE_SECONDS = 8.0
 MAX_PAGES = 50
 """Pages of a server's list of tools."""
 
-# The kernel ends the server with the process that started it, however that one dies. Its id, which is that of its
+# Linux ends the server with the process that started it, however that one dies. Its id, which is that of its
 # process group too, is the first line of its standard error.
 _LAUNCHER = """
 import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
 os.write(2, b"%d\\n" % os.getpid())
 if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[2], sys.argv[2:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, Optional
 
 import pytest
@@ -172,6 +173,12 @@ def test_a_class_is_refused_at_definition_too():
         class Silent(Tool):
             def __call__(self, x: int) -> str:
                 return ""
+
+
+@pytest.mark.parametrize("made_of", [functools.partial(undescribed, 1), 3, object()])
+def test_what_is_no_function_is_refused(made_of):
+    with pytest.raises(TypeError, match="a tool is made of a function"):
+        tool(made_of)
 
 
 def test_unknown_options_of_the_decorator_are_refused():
