@@ -70,8 +70,8 @@ def ended(content: str, reply: Reply, stop: tuple[str, ...]) -> str:
         return content[: min(ends)]
     if reply.finish_reason == "length" or not stop:
         return content
-    if reply.matched_stop in stop:
-        return content + str(reply.matched_stop)
+    if reply.stopped_by is not None:
+        return content + reply.stopped_by if reply.stopped_by in stop else content
     opened = [(at, word) for word in stop if word.startswith("</") and (at := content.rfind(f"<{word[2:]}")) >= 0]
     return content + max(opened)[1] if opened else content
 

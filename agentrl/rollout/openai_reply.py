@@ -32,8 +32,8 @@ class Reply:
     """Fields of the server's message, besides content and calls, that belong into the history."""
     finish_reason: str
     """``length`` or ``stop``."""
-    matched_stop: str | None
-    """The stop string that ended the turn, where the server says so."""
+    stopped_by: str | int | None
+    """What ended the turn, where the server says so: a stop string, or the id of a token."""
     prompt_tokens: int | None
     output_tokens: int | None
     cached_tokens: int
@@ -69,7 +69,7 @@ def parse_reply(content: bytes) -> Reply:
         tool_calls=calls,
         kept={key: message[key] for key in _KEPT_KEYS if message.get(key)},
         finish_reason="length" if finish in _LENGTH else "stop",
-        matched_stop=stopped_by if isinstance(stopped_by, str) else None,
+        stopped_by=stopped_by if isinstance(stopped_by, str | int) else None,
         prompt_tokens=_count(usage.get("prompt_tokens")),
         output_tokens=_count(usage.get("completion_tokens")),
         cached_tokens=(_count(details.get("cached_tokens")) or 0) if isinstance(details, dict) else 0,

@@ -234,7 +234,7 @@ def test_a_server_gives_what_engines_give(served):
             reply = await server.complete(
                 QUESTION, SamplingParams(temperature=0.0, stop=("tool_call>",)), tools=[TOOL], timeout=60
             )
-            assert reply.matched_stop == "tool_call>" and "tool_call>" not in reply.content  # stripped, and named
+            assert reply.stopped_by == "tool_call>" and "tool_call>" not in reply.content  # stripped, and named
             return by_tokens, await play(server, ServerChat())
 
     by_tokens, by_messages = asyncio.run(asyncio.wait_for(both(), 120))

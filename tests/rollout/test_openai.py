@@ -251,6 +251,13 @@ def test_the_tag_that_ended_a_turn_is_there(run, first, choice):
     assert "heard hi" in trajectory.messages[2]["content"]
 
 
+def test_a_tag_that_the_model_left_open_stays_open_where_that_is_known(run):
+    answers = completion("<echo>hi", choice={"matched_stop": 151645}), completion("<answer>ok")
+    with FakeOpenAI(*answers) as server:
+        trajectory, _ = play(run, Tags(), server)
+    assert trajectory.messages[1]["content"] == "<echo>hi" and "not closed" in trajectory.messages[2]["content"]
+
+
 def test_a_turn_that_was_cut_short_is_not_closed(run):
     with FakeOpenAI(completion("<echo>hi", finish="length")) as server:
         trajectory, _ = play(run, Tags(), server)
