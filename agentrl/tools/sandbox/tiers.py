@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import logging
 import os
@@ -177,7 +178,7 @@ class Sandbox:
         arguments += [f"--ulimit=fsize={limits.max_file_mb << 20}", f"--ulimit=nofile={OPEN_FILES}", "--ulimit=core=0"]
         arguments += [f"--env={key}={value}" for key, value in self.environment(mark, WORK).items() if key != "PATH"]
         python = ("-s", "-P", "-B") if self.packages else _PYTHON
-        program = [self.image, *python, *self._driver(fence=True, alone=True)]
+        program = [self.image, *python, *self._driver(fence=True)]
         return {
             "command": [runtime, "run", *arguments, *program],
             "stop_command": [runtime, "rm", "--force", name],
@@ -283,8 +284,12 @@ def base_python() -> str:
 
 
 def package_folders() -> list[str]:
-    """Where the packages beside agentrl are installed."""
-    return list(dict.fromkeys(sysconfig.get_path(key) for key in ("purelib", "platlib")))
+    """Where the packages beside agentrl are installed: this Python's folders, and the one numpy came from."""
+    folders = [sysconfig.get_path(key) for key in ("purelib", "platlib")]
+    numpy = importlib.util.find_spec("numpy")
+    if numpy is not None and numpy.origin:
+        folders.append(os.path.dirname(os.path.dirname(numpy.origin)))
+    return [folder for folder in dict.fromkeys(folders) if os.path.isdir(folder)]
 
 
 def private_user(supervisor: int) -> int | None:

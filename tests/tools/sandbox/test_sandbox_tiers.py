@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from sandbox_sessions import ok
+from sandbox_sessions import marked, ok, wait_for
 
 from agentrl.errors import ConfigError
 from agentrl.tools.sandbox import Limits, Sandbox, Session, resolve
@@ -74,3 +76,37 @@ def test_a_container_is_started_with_every_limit(monkeypatch: pytest.MonkeyPatch
     wanted += ["--cap-drop=ALL", "--security-opt=no-new-privileges", "--user=65534:65534", "--rm", "--interactive"]
     assert set(wanted) <= set(command) and command.index("mine") > max(command.index(word) for word in wanted)
     assert settings["stop_command"] == ["/usr/bin/podman", "rm", "--force", "agentrl-python-abc"]
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A runtime that gives containers of the weakest kind; the folder where it writes down what it was asked."""
+    namespaces = ["unshare", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]), "--pid", "--fork", "true"]
+    if not shutil.which("unshare") or subprocess.run(namespaces, capture_output=True).returncode:
+        pytest.skip("no process-id namespaces here")
+    shutil.copy(Path(__file__).parent / "fake_runtime.py", tmp_path)
+    path = tmp_path / "runtime"
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path / "fake_runtime.py"} "$@"\n')
+    path.chmod(0o755)
+    monkeypatch.setenv("AGENTRL_CONTAINER_RUNTIME", str(path))
+    tiers_module.find_runtime.cache_clear()
+    yield tmp_path
+    tiers_module.find_runtime.cache_clear()
+
+
+def test_sessions_through_a_container_runtime(runtime: Path):
+    assert resolve("container", "mine") == "container"
+    with Session(Sandbox("container", Limits(timeout=3, cpu_seconds=1), image="mine")) as session:
+        assert ok(session.run("x = 6\nimport os\nos.getpid()")) == "1", "the first process of its container"
+        for number in range(5):  # output and replies travel apart, and are put together again
+            result = session.run(f"print('line {number}')\nx * {number}")
+            assert (result.output, result.value, result.cut) == (f"line {number}\n", str(6 * number), 0)
+        left = "import subprocess\nchild = subprocess.Popen(['sleep', '300'])\nNone"
+        assert ok(session.run(left)) == ""
+        assert ok(session.run("os.path.exists(f'/proc/{child.pid}') and child.poll()")) != "None", "it has ended"
+        slow = session.run("while True: pass")
+        assert (slow.status, slow.detail) in (("exited", "SIGXCPU"), ("cpu", "")), slow
+        assert "NameError" in session.run("x").error
+        mark = session._mark
+    assert f"rm agentrl-python-{mark}" in (runtime / "asked.txt").read_text().splitlines()
+    assert wait_for(lambda: not marked(mark))

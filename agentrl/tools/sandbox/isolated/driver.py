@@ -31,8 +31,7 @@ def main(settings: dict, guards: list[str]) -> None:
     """Serves requests until the pipe closes; never returns.
 
     Args:
-        settings: ``cpu_seconds`` and ``max_output`` of a call; ``fence``: mark the end of a call's output;
-            ``alone``: whether this process may end every other one it can reach (in a container of its own).
+        settings: ``cpu_seconds`` and ``max_output`` of a call; ``fence``: mark the end of a call's output.
         guards: what confines this process, for the record.
     """
     requests = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, HIGH_FD)
@@ -62,7 +61,7 @@ class Interpreter:
         self.max_output = settings["max_output"]
         self.cpu_seconds = settings["cpu_seconds"]
         self.fence = settings.get("fence", False)
-        self.alone = settings.get("alone", False)
+        self.is_init = os.getpid() == 1  # the first process of a container, which has nobody above it
         self.pid = os.getpid()
         self.calls = 0
         self.sources: dict[str, list[str]] = {}
@@ -93,7 +92,7 @@ class Interpreter:
         self._flush()
         if os.getpid() != self.pid:
             os._exit(0)  # a fork of the code came to the end of it: only the first process answers
-        if self.alone:
+        if self.is_init:
             _end_all_others()
         if self.fence:
             os.write(2, request["fence"].encode())
@@ -104,7 +103,8 @@ class Interpreter:
         used = int(time.process_time()) + 1
         _, most = resource.getrlimit(resource.RLIMIT_CPU)
         resource.setrlimit(resource.RLIMIT_CPU, (used + self.cpu_seconds, most))
-        signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+        # The default does not end the first process of a container; leaving with this status means the same.
+        signal.signal(signal.SIGXCPU, _leave if self.is_init else signal.SIG_DFL)
 
     def _execute(self, code: str):
         name = f"<code {self.calls}>"
@@ -155,10 +155,17 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}\n[{len(text) - most} more characters cut]"
 
 
+def _leave(signum: int, frame: object) -> None:
+    os._exit(128 + signum)
+
+
 def _end_all_others() -> None:
+    """What the code left running in this container; there is no supervisor that sees it."""
     try:
-        os.kill(-1, signal.SIGKILL)  # spares the caller and, in a container of its own, knows nobody else
-    except (ProcessLookupError, PermissionError):
+        os.kill(-1, signal.SIGKILL)  # spares the caller, and in a container knows nobody outside of it
+        while os.waitpid(-1, 0)[0]:
+            pass
+    except (ProcessLookupError, PermissionError, ChildProcessError):
         return
 
 
