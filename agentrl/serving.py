@@ -78,7 +78,10 @@ def serve(options: ServeOptions) -> None:
     key, is_new = _key(options)
     model = _model_folder(options)
     if options.port and not port_is_free(options.host, options.port):
-        raise ConfigError(f"--port {options.port}: it is in use on {options.host}. Give another, or 0 for a free one")
+        raise ConfigError(
+            f"--port {options.port}: it is in use, or {options.host} is no IPv4 address of this machine. Give another, "
+            "or 0 for a free one"
+        )
     name = options.served_model_name or _name(options, model)
     if options.log_dir is not None:
         with storage_errors(Path(options.log_dir)):

@@ -207,7 +207,8 @@ def _check_content(name: str, a: EvalResult, b: EvalResult, force: bool) -> list
 
 
 def _difference(key: str, before: Any, after: Any) -> str:
-    return f"{key} differs" if key.endswith("digest") else f"{key} {before!r} and {after!r}"
+    digests = {"code_digest": "the environment's code differs", "data_digest": "a data file differs"}
+    return digests.get(key) or f"{key} {before!r} and {after!r}"
 
 
 # -- statistics ------------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ QUESTION = [
         (["--checkpoint", "best"], "name the run with --run"),
         (["--run", "r", "--checkpoint", "latest"], "expected newest, best or a number"),
         (["--port", "70000"], "65535"),
+        (["--host", "::1", "--port", "8123"], "::1 is no IPv4 address"),
         (["--tool-call-parsr", "x"], "--tool-call-parser"),
     ],
 )

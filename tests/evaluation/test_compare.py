@@ -254,8 +254,8 @@ def record(**changes):
 @pytest.mark.parametrize(
     "changes, text",
     [
-        ({"code_digest": "sha256:2"}, "code_digest differs"),
-        ({"data_digest": "sha256:2"}, "data_digest differs"),
+        ({"code_digest": "sha256:2"}, "the environment's code differs"),
+        ({"data_digest": "sha256:2"}, "a data file differs"),
         ({"env_args": {"hops": 2}}, "env_args {} and {'hops': 2}"),
     ],
 )
