@@ -86,6 +86,8 @@ class OpenAIClient:
         self._refusals = 0
         self._reached = 0.0  # when the server was last there, on the monotonic clock
         self._broken: str | None = None
+        if self._server.exposes_key:
+            self.note(f"the key of {api_key_env or 'the client'} goes to {self.base_url} unencrypted")
 
     @property
     def base_url(self) -> str:

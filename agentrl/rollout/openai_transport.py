@@ -51,6 +51,11 @@ class ServerConnection:
     def has_key(self) -> bool:
         return self._key is not None
 
+    @property
+    def exposes_key(self) -> bool:
+        """Whether the key goes over a network unencrypted."""
+        return self.has_key and self.base_url.startswith("http://") and self._host not in _LOOPBACK
+
     def safe(self, text: str) -> str:
         """``text`` without the key, which servers like to repeat."""
         return text.replace(self._key, "***") if self._key else text

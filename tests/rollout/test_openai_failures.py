@@ -264,6 +264,12 @@ def test_the_key_is_in_no_message_and_no_note(run, caplog):
     assert not any(secret in text for text in seen)
 
 
+def test_a_key_that_travels_in_the_open_is_noted():
+    assert "MY_KEY" in OpenAIClient("http://gpu-box:8000/v1", api_key="k", api_key_env="MY_KEY").notes[0]
+    for url, key in (("http://gpu-box/v1", None), ("https://gpu-box/v1", "k"), ("http://127.0.0.1:1/v1", "k")):
+        assert OpenAIClient(url, api_key=key).notes == []
+
+
 @pytest.mark.parametrize("key", ["two words", "käse", "line\nbreak"])
 def test_a_key_that_cannot_be_one_is_refused_unseen(key):
     with pytest.raises(ConfigError, match="MY_KEY") as caught:
