@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from typing import Any
 
 from agentrl.tools.base import Tool, ToolError, ToolErrorType, ToolResult
@@ -99,7 +100,7 @@ class PythonTool(Tool):
             self.tier = resolve(self.tier, self.options["image"])
             self._session = Session(Sandbox(self.tier, self.limits, **self.options))
         fenced = _FENCE.fullmatch(code)
-        return self.show(self._session.run(fenced.group(1) if fenced else code))
+        return self.show(self._session.run(textwrap.dedent(fenced.group(1) if fenced else code)))
 
     def close(self) -> None:
         """Ends the interpreter and everything that the code started."""

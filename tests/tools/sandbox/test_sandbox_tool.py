@@ -39,8 +39,10 @@ def test_output_then_value_then_error(python: PythonTool):
     assert result.metadata == {"tier": "process"}
 
 
-@pytest.mark.parametrize("code", ["```python\n6 * 7\n```", "```\n6 * 7```", "  ```py\n6 * 7\n```\n", "6 * 7"])
-def test_a_fence_around_code_is_no_part_of_it(python: PythonTool, code: str):
+@pytest.mark.parametrize(
+    "code", ["```python\n6 * 7\n```", "```\n6 * 7```", "  ```py\n6 * 7\n```\n", "  x = 6\n  x * 7"]
+)
+def test_a_fence_around_code_and_its_indentation_are_no_part_of_it(python: PythonTool, code: str):
     assert python(code=code).observation == "42"
 
 
@@ -85,6 +87,10 @@ def test_a_copy_has_a_state_of_its_own(python: PythonTool):
     assert "NameError" in other(code="x").observation
     other.close()
     assert python(code="x").observation == "1"
+
+
+def test_long_numbers_are_shown(python: PythonTool):
+    assert python(code="len(str(7 ** 6000))").observation == "5071", "Python itself stops at 4,300 digits"
 
 
 def test_after_close_the_tool_can_be_used_again(python: PythonTool):

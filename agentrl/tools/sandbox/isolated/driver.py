@@ -42,6 +42,7 @@ def main(settings: dict, guards: list[str]) -> None:
     os.close(nothing)
     sys.dont_write_bytecode = True
     sys.argv = [""]
+    sys.set_int_max_str_digits(0)  # long numbers are what code is asked for, and its time is limited anyway
     sys.path += settings.get("more_path", ())
     if "" not in sys.path:
         sys.path.insert(0, "")  # modules that the code wrote
