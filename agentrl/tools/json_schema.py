@@ -20,7 +20,7 @@ KEYWORDS = frozenset(
     | {"minLength", "maxLength", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 )
 """The keywords that are looked at."""
-MAX_STEPS = 100_000
+MAX_STEPS = 50_000
 """Comparisons of a value with a schema: options inside options cannot take longer."""
 MAX_REFERENCES = 100
 """``$ref`` inside one another."""
@@ -44,12 +44,20 @@ class Mismatch(Exception):
 
     Args:
         path: Where in the value.
-        text: What is expected there, such as ``must be an integer, got "x"``.
+        text: What is expected there, such as ``must be an integer, got "x"``; or what makes the text, since most
+            mismatches only tell that an option is not the one.
     """
 
-    def __init__(self, path: Path, text: str) -> None:
-        super().__init__(text)
-        self.path, self.text = path, text
+    def __init__(self, path: Path, text: str | Callable[[], str]) -> None:
+        super().__init__(path)
+        self.path, self._text = path, text
+
+    @property
+    def text(self) -> str:
+        return self._text if isinstance(self._text, str) else self._text()
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def fit(value: Any, schema: dict[str, Any], root: dict[str, Any] | None = None, path: Path = ()) -> Any:
@@ -166,7 +174,7 @@ class _Fitting:
         return node
 
     def _any(self, value: Any, options: Sequence[Any], schema: dict[str, Any], path: Path, references: int) -> Any:
-        problems: list[Mismatch] = []
+        deepest: Mismatch | None = None
         near: list[Any] = []
         for option in options:
             try:
@@ -174,7 +182,8 @@ class _Fitting:
             except Mismatch as problem:
                 if self.steps > MAX_STEPS:
                     raise
-                problems.append(problem)
+                if deepest is None or len(problem.path) > len(deepest.path):
+                    deepest = problem.with_traceback(None)  # whose frames would be kept, thousands of them
                 continue
             # A value that already has the type of an option must not be turned into another one.
             if _same(fitted, value):
@@ -182,10 +191,9 @@ class _Fitting:
             near.append(fitted)
         if near:
             return near[0]
-        deepest = max(problems, key=lambda problem: len(problem.path))
-        if len(deepest.path) > len(path):
+        if deepest is not None and len(deepest.path) > len(path):
             raise deepest
-        raise Mismatch(path, f"must be {expectation({**schema, 'anyOf': options})}, got {show(value)}")
+        raise _wrong(value, {**schema, "anyOf": options}, path)
 
     @staticmethod
     def _one_of(value: Any, allowed: Sequence[Any], schema: dict[str, Any], path: Path) -> Any:
@@ -197,7 +205,7 @@ class _Fitting:
             for option in allowed:
                 if isinstance(option, (str, int, float)) and str(option).lower() == written:
                     return option
-        raise Mismatch(path, f"must be {expectation(schema)}, got {show(value)}")
+        raise _wrong(value, schema, path)
 
     def _string(self, value: Any, schema: dict[str, Any], path: Path) -> str:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -289,7 +297,7 @@ def _same(fitted: Any, value: Any) -> bool:
 
 
 def _wrong(value: Any, schema: dict[str, Any], path: Path) -> Mismatch:
-    return Mismatch(path, f"must be {expectation(schema)}, got {show(value)}")
+    return Mismatch(path, lambda: f"must be {expectation(schema)}, got {show(value)}")
 
 
 def _as_number(value: Any, schema: dict[str, Any], path: Path) -> int | float:
