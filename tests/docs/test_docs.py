@@ -212,7 +212,7 @@ def test_make_targets_extras_and_modules_exist():
 def test_packages_that_pages_import_are_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["train"]]
-    wanted += project["optional-dependencies"]["dev"]
+    wanted += [*project["optional-dependencies"]["dev"], *project["optional-dependencies"]["tools"]]
     declared = {re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in wanted}
     python = "\n".join(block.code for page in PYTHON_PAGES for block in blocks(page) if block.language == "python")
     imported = set(re.findall(r"^(?:from|import) (\w+)", python, re.M)) - {"agentrl", *sys.stdlib_module_names}

@@ -32,6 +32,7 @@ from agentrl.types import SamplingParams, StopReason, Task
 
 TRAINING = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 ENVIRONMENTS = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+TOOLS = (ROOT / "docs" / "tools.md").read_text(encoding="utf-8")
 TRAINER_SOURCE = ROOT / "agentrl" / "trainer" / "megatron" / "trainer.py"
 
 
@@ -99,7 +100,7 @@ def test_stop_reasons_and_their_outcomes():
 
 
 def test_tool_errors():
-    assert first_cells(section(ENVIRONMENTS, "Results and errors")) == {str(kind) for kind in ToolErrorType}
+    assert first_cells(section(TOOLS, "Errors")) == {str(kind) for kind in ToolErrorType}
 
 
 @pytest.mark.parametrize(
