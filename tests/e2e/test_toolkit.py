@@ -71,8 +71,8 @@ def test_each_role_trains_under_its_own_advantage(start, tmp_path):
     (tmp_path / "duel.py").write_text(DUEL, encoding="utf-8")
     run = tmp_path / "run"
     command = start(
-        "train", "--env", "duel.py:Duel", *SMALL, "--num-rollout", "1", "--eval-interval", "0", "--output-dir", str(run),
-        "--rollout-max-response-len", "120",
+        "train", "--env", "duel.py:Duel", *SMALL, "--num-rollout", "1", "--eval-interval", "0",
+        "--rollout-max-response-len", "120", "--output-dir", str(run),
     )  # fmt: skip
     assert command.wait() == 0, command.text[-3000:]
     columns = ["group_id", "agent", "trajectory_id", "reward", "advantage", "info"]
