@@ -14,6 +14,9 @@ from agentrl.tools.sandbox.tiers import START_SECONDS
 
 _FENCE = re.compile(r"\s*```(?:python|py)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
 
+MAX_CODE = 1_000_000
+"""Characters of code in one call."""
+
 LOST = "Variables, imports and files are lost; the next call starts anew."
 
 
@@ -96,6 +99,10 @@ class PythonTool(Tool):
         """Args:
         code: Python source.
         """
+        if len(code) > MAX_CODE:
+            raise ToolError(
+                f"the code has {len(code):,} characters; at most {MAX_CODE:,} are run.", ToolErrorType.LIMIT
+            )
         if self._session is None:
             self.tier = resolve(self.tier, self.options["image"])
             self._session = Session(Sandbox(self.tier, self.limits, **self.options))

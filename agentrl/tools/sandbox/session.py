@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any, Self
 
 from agentrl.errors import InfraError
 from agentrl.tools.sandbox.isolated.wire import Reader, WireError, encode
+from agentrl.tools.sandbox.isolated.worker import remove_folder
 from agentrl.tools.sandbox.tiers import MARK_ENV, START_SECONDS, Sandbox, base_python
 from agentrl.warden import Proc, end_processes, identify
 
@@ -70,6 +70,7 @@ class Session:
         self._socket: socket.socket | None = None
         self._mark = ""
         self._owner = 0
+        self._folder: str | None = None
         self._finalizer: weakref.finalize | None = None
 
     @property
@@ -136,10 +137,13 @@ class Session:
         finally:
             theirs.close()
         self._process, self._socket, self._owner = process, ours, os.getpid()
-        self._finalizer = weakref.finalize(self, _end_later, process, ours, self._owner, self._mark)
-        self._finalizer.atexit = False  # the supervisor sees for itself that its caller ends
+        self._folder = None
         try:
-            self._ask(self.sandbox.settings(self._mark, process.pid), START_SECONDS)
+            settings = self.sandbox.settings(self._mark, process.pid)
+            self._folder = settings["folder"]
+            self._finalizer = weakref.finalize(self, _end_later, process, ours, self._owner, self._mark, self._folder)
+            self._finalizer.atexit = False  # the supervisor sees for itself that its caller ends
+            self._ask(settings, START_SECONDS)
             if self._closed:  # while it started
                 raise EOFError("the session was closed")
         except (OSError, WireError, EOFError) as error:
@@ -175,15 +179,15 @@ class Session:
             self._finalizer.detach()
         if process is None or ours is None:
             return ""
-        return _end(process, ours, self._owner, self._mark)
+        return _end(process, ours, self._owner, self._mark, self._folder)
 
 
-def _end_later(process: subprocess.Popen[bytes], ours: socket.socket, caller: int, mark: str) -> None:
+def _end_later(*session: Any) -> None:
     """For the garbage collector, which must not wait."""
-    threading.Thread(target=_end, args=(process, ours, caller, mark), daemon=True).start()
+    threading.Thread(target=_end, args=session, daemon=True).start()
 
 
-def _end(process: subprocess.Popen[bytes], ours: socket.socket, caller: int, mark: str) -> str:
+def _end(process: subprocess.Popen[bytes], ours: socket.socket, caller: int, mark: str, folder: str | None) -> str:
     """Has the supervisor end everything; does it here if the supervisor cannot. Returns its last words."""
     assert process.stderr is not None
     if os.getpid() != caller:  # a forked copy: the session is its parent's
@@ -201,12 +205,13 @@ def _end(process: subprocess.Popen[bytes], ours: socket.socket, caller: int, mar
     ours.close()
     if status != 0:
         _clear(mark)
+        remove_folder(folder)
     with process.stderr as said:
         return said.read().decode(errors="replace")[-2000:]
 
 
 def _clear(mark: str) -> None:
-    """Ends processes and removes the folder of a session whose supervisor did not."""
+    """Ends the processes of a session whose supervisor did not."""
 
     def marked() -> list[Proc]:
         found = []
@@ -221,5 +226,3 @@ def _clear(mark: str) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(proc.pid, signal.SIGSTOP)  # so that none forks while others fall
     end_processes(marked(), term_timeout=0, rescan=marked)
-    for place in ("/tmp", "/var/tmp", "/dev/shm", os.environ.get("TMPDIR", "/tmp")):
-        shutil.rmtree(os.path.join(place, f"agentrl-python-{mark}"), ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 
@@ -110,6 +111,20 @@ def test_number_of_files(open_session: Open):
     expect_lost(session, "import os\nfor n in range(500): os.mkdir(f'd{n}')", "disk")
     code = "import os, time\nfor n in range(10**6):\n    open(f'f{n}', 'w').close()\n    time.sleep(0.001)"
     expect_lost(session, code, "disk")
+
+
+def test_folders_deeper_than_a_path_is_long(open_session: Open):
+    deep = "import os\nfor _ in range(3000):\n    os.mkdir('deeper-and-deeper')\n    os.chdir('deeper-and-deeper')"
+    session = open_session()
+    expect_lost(session, deep, "disk")
+    session.run(deep)
+    session.close()  # leaves nothing, says the fixture
+
+
+def test_what_cannot_be_counted_is_too_much(open_process: Open):
+    if os.geteuid() == 0:
+        pytest.skip("root counts everything")
+    expect_lost(open_process(), "import os\nos.mkdir('a')\nos.chmod('a', 0)", "disk")
 
 
 def test_number_of_open_files(open_process: Open):

@@ -14,7 +14,7 @@ from sandbox_sessions import marked, wait_for
 import agentrl
 from agentrl.errors import ConfigError, InfraError
 from agentrl.rewards import exact_match
-from agentrl.tools import ToolErrorType
+from agentrl.tools import ToolError, ToolErrorType
 from agentrl.tools.python import PythonTool
 from agentrl.tools.sandbox import Result
 
@@ -87,6 +87,12 @@ def test_a_copy_has_a_state_of_its_own(python: PythonTool):
     assert "NameError" in other(code="x").observation
     other.close()
     assert python(code="x").observation == "1"
+
+
+def test_code_may_be_long_but_not_endless(python: PythonTool):
+    assert python(code=f"text = '{'a' * 900_000}'\nlen(text)").observation == "900000"
+    with pytest.raises(ToolError, match="1,000,001 characters"):
+        python(code="#" * 1_000_001)
 
 
 def test_long_numbers_are_shown(python: PythonTool):

@@ -204,7 +204,7 @@ class Supervisor:
         """Leaves nothing behind: no process, no folder."""
         self.discard()
         tree.end()
-        remove_folder(self.settings)
+        remove_folder(self.settings.get("folder"))
 
 
 def _ended(worker: Worker) -> str:
