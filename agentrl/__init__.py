@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl import _gymnasium
 
 if TYPE_CHECKING:
-    from agentrl import rewards, spaces, wrappers
+    from agentrl import rewards, spaces, tools, wrappers
     from agentrl.envs.agents import MultiAgentEnv
     from agentrl.envs.core import Env
     from agentrl.envs.dataset import load_tasks
@@ -49,7 +49,12 @@ _HOME = {
     "registered": "agentrl.envs.registry",
     "tool": "agentrl.tools.base",
 }
-_MODULES = {"rewards": "agentrl.rewards", "spaces": "agentrl.spaces", "wrappers": "agentrl.wrappers"}
+_MODULES = {
+    "rewards": "agentrl.rewards",
+    "spaces": "agentrl.spaces",
+    "tools": "agentrl.tools",
+    "wrappers": "agentrl.wrappers",
+}
 
 __all__ = [
     "AgentRLError",
@@ -76,6 +81,7 @@ __all__ = [
     "rewards",
     "spaces",
     "tool",
+    "tools",
     "wrappers",
 ]
 

@@ -56,7 +56,7 @@ def run(name: str, argv: Sequence[str]) -> int:
     print(f"wrote {folder}")
     for relative in FILES:
         print(f"  {relative.format(module=module)}")
-    check = f"agentrl env check {module}/env.py:{_class_name(name)}Env"
+    check = f"agentrl env check {module}/env.py:{_class_name(name)}"
     print(f"\nnext:\n  cd {folder}\n  {check}\n  pip install -e . && pytest")
     return 0
 
@@ -97,4 +97,5 @@ def _check_name(name: str) -> None:
 
 
 def _class_name(name: str) -> str:
-    return "".join(part.capitalize() for part in re.split(r"[_-]", name))
+    """``my_env`` and ``my`` are both ``MyEnv``."""
+    return "".join(part.capitalize() for part in re.split(r"[_-]", name)).removesuffix("Env") + "Env"
