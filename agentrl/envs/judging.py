@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 _PLAIN = (str, bytes, int, float, bool, type(None), list, tuple, dict, set)
 """What a tool may return that carries no reward."""
+_ROUNDING = 1e-9
+"""By so much a sum of parts may miss the reward of a success: 0.7 + 0.2 + 0.1 is less than 1 in binary."""
 
 
 def reward_of(env: ToolEnv, which: str = "reward") -> Any:
@@ -80,6 +83,17 @@ def _is_plain(hint: Any) -> bool:
     if origin in (typing.Union, types.UnionType):
         return all(map(_is_plain, typing.get_args(hint)))
     return origin is typing.Literal or (origin or hint) in _PLAIN
+
+
+def is_success(env: ToolEnv, final: Mapping[str, float], total: float) -> bool:
+    """Whether an episode that came to its end is a success.
+
+    Args:
+        final: parts of the final reward; empty where the environment has none.
+        total: all that the episode earned, which is judged then.
+    """
+    judged = math.fsum(final.values()) if final else total
+    return judged >= env.success_reward - _ROUNDING
 
 
 async def judge_again(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ import numpy as np
 
 from agentrl.envs.core import Env, checked_reward, require_number
 from agentrl.envs.dataset import content_hash
-from agentrl.envs.judging import check_reward, reward_of
+from agentrl.envs.judging import check_reward, is_success, reward_of
 from agentrl.envs.tool_tasks import task_index, task_row
 from agentrl.errors import ConfigError
 from agentrl.rewards import RewardSet
@@ -209,7 +210,7 @@ class ToolEnv(Env):
         messages = self._observe(calls, results)
         if any(r.terminated for r in results):
             return await self._finish(parsed.content, parts, messages, records)
-        reward = sum(parts.values())
+        reward = math.fsum(parts.values())
         self._total += reward
         info: dict[str, Any] = {"messages": messages, "tool_calls": records}
         if parts:
@@ -233,10 +234,10 @@ class ToolEnv(Env):
         )
         for name, value in final.items():
             parts[name] = parts.get(name, 0.0) + value
-        reward = sum(parts.values())
+        reward = math.fsum(parts.values())
         self._total += reward
-        judged = sum(final.values()) if final else self._total
-        info: dict[str, Any] = {"messages": messages, "rewards": parts, "success": judged >= self.success_reward}
+        solved = is_success(self, final, self._total)
+        info: dict[str, Any] = {"messages": messages, "rewards": parts, "success": solved}
         if records:
             info["tool_calls"] = records
         await self._close_tools()

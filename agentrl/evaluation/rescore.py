@@ -30,7 +30,7 @@ from agentrl.config.schema import EvalConfig
 from agentrl.data.files import JsonLines
 from agentrl.data.records import to_record
 from agentrl.data.rundir import RunDir
-from agentrl.envs.judging import judge_again
+from agentrl.envs.judging import is_success, judge_again
 from agentrl.envs.tool_env import ToolEnv
 from agentrl.errors import ConfigError, DataError
 from agentrl.evaluation.metrics import summarize
@@ -239,8 +239,7 @@ async def _judged(env: ToolEnv, trajectory: Trajectory) -> Trajectory:
         _add(parts, {"tools": earned})
         turn_rewards = []  # by which turn the tools' part was earned is not in the record
     reward = math.fsum(parts.values())
-    judged = math.fsum(final.values()) if final else reward
-    success = trajectory.success if not finished else judged >= env.success_reward
+    success = is_success(env, final, reward) if finished else trajectory.success
     return replace(trajectory, reward=reward, rewards=parts, turn_rewards=turn_rewards, success=success)
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import agentrl
 from agentrl import rewards
 from agentrl.errors import ConfigError, EnvError
 
@@ -138,3 +139,17 @@ def test_values_that_are_no_numbers_are_refused():
     for value in (None, "1", float("nan"), [1]):
         with pytest.raises(EnvError, match="finite number"):
             run(lambda text, value=value: value)
+
+
+def test_parts_that_add_up_to_one_are_a_success():
+    """In binary, 0.7 + 0.2 + 0.1 is a little less than 1."""
+
+    class Weighted(agentrl.ToolEnv):
+        tasks = {"train": [("?", "yes")], "test": [("?", "yes")]}
+        reward = [(0.7, "exact_match"), (0.2, lambda text: 1.0), (0.1, lambda text: 1.0)]
+
+    env = Weighted()
+    for text, solved in (("yes", True), ("no", False)):
+        env.reset(options={"split": "test", "index": 0})
+        _, reward, _, _, info = env.step(text)
+        assert (reward, info["success"]) == (pytest.approx(1.0 if solved else 0.3), solved)
