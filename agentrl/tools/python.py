@@ -6,11 +6,12 @@ import re
 import textwrap
 from typing import Any
 
+from agentrl.errors import ConfigError, InfraError
 from agentrl.tools.base import Tool, ToolError, ToolErrorType, ToolResult
 from agentrl.tools.sandbox import Limits, Result, Sandbox, Session, resolve
 from agentrl.tools.sandbox.isolated.worker import FLOOD_BYTES
 from agentrl.tools.sandbox.session import GRACE_SECONDS
-from agentrl.tools.sandbox.tiers import START_SECONDS
+from agentrl.tools.sandbox.tiers import START_SECONDS, require_linux
 
 _FENCE = re.compile(r"\s*```(?:python|py)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
 
@@ -95,6 +96,9 @@ class PythonTool(Tool):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_session": None}  # a copy gets an interpreter of its own
 
+    def start(self, env: Any) -> None:
+        require_linux()
+
     def __call__(self, code: str) -> ToolResult:
         """Args:
         code: Python source.
@@ -103,11 +107,15 @@ class PythonTool(Tool):
             raise ToolError(
                 f"the code has {len(code):,} characters; at most {MAX_CODE:,} are run.", ToolErrorType.LIMIT
             )
-        if self._session is None:
-            self.tier = resolve(self.tier, self.options["image"])
-            self._session = Session(Sandbox(self.tier, self.limits, **self.options))
         fenced = _FENCE.fullmatch(code)
-        return self.show(self._session.run(textwrap.dedent(fenced.group(1) if fenced else code)))
+        try:
+            if self._session is None:
+                self.tier = resolve(self.tier, self.options["image"])
+                self._session = Session(Sandbox(self.tier, self.limits, **self.options))
+            result = self._session.run(textwrap.dedent(fenced.group(1) if fenced else code))
+        except ConfigError as error:  # of this machine: the tier did work where the tool was made
+            raise InfraError(str(error)) from error
+        return self.show(result)
 
     def close(self) -> None:
         """Ends the interpreter and everything that the code started."""

@@ -15,10 +15,10 @@ SYSTEM_PROMPT = "Use the calculator, then reply with Answer: and the number."
 
 
 class CalculatorEnv(ToolEnv):
-    """Word problems of one to three operations; the model computes with the tool and answers with a number.
+    r"""Word problems of one to three operations; the model computes with the tool and answers with a number.
 
     A turn without a call is the final answer. The reward is 1 when the last number of that turn (or what is in its
-    last ``\\\\boxed{}``) has the value of the answer, else 0. Only what the model wrote is read.
+    last ``\boxed{}``) has the value of the answer, else 0. Only what the model wrote is read.
 
     Args:
         difficulty: ``easy`` (one operation, numbers below 100), ``medium`` (two), ``hard`` (three, large numbers,

@@ -16,10 +16,10 @@ SYSTEM_PROMPT = "Solve the problem; the python tool computes for you. End with t
 
 
 class PythonEnv(ToolEnv):
-    """Reasoning interleaved with code that is run, after ReTool (Feng et al. 2025, arXiv:2504.11536).
+    r"""Problems that are solved by writing and running Python, turn by turn.
 
-    The model calls ``python`` as often as it likes, with variables kept between calls; a turn without a call is the
-    final answer. The reward is 1 when its last ``\\\\boxed{}``, or else its last number, has the value of the answer.
+    After ReTool (Feng et al. 2025, arXiv:2504.11536): reasoning interleaved with code that is run. The model calls
+    ``python`` as often as it likes, with variables kept between calls; a turn without a call is the final answer. The reward is 1 when its last ``\boxed{}``, or else its last number, has the value of the answer.
     Only what the model wrote is read, so code cannot earn a reward by printing.
 
     Args:
@@ -35,6 +35,7 @@ class PythonEnv(ToolEnv):
         tier: how the code is run: ``process``, ``bubblewrap``, ``container``, or ``auto``; see docs/safety.md.
         code_timeout: seconds a call may take.
         memory_mb: mebibytes the code may use.
+        max_output: characters shown of what a call prints.
         packages: whether code may import the packages installed beside agentrl, such as numpy.
         image: image of tier ``container``.
 
@@ -49,7 +50,7 @@ class PythonEnv(ToolEnv):
         >>> code = "sum(n for n in range(163, 353) if all(n % d for d in range(2, n)))"
         >>> env.step('<tool_call>{"name": "python", "arguments": {"code": "%s"}}</tool_call>' % code)[0]
         '8303'
-        >>> env.step("The sum is \\\\boxed{8303}.")[1:3]
+        >>> env.step(r"The sum is \boxed{8303}.")[1:3]
         (1.0, True)
         >>> env.close()
     """
@@ -71,6 +72,7 @@ class PythonEnv(ToolEnv):
         tier: str = "auto",
         code_timeout: float = 10.0,
         memory_mb: int = 512,
+        max_output: int = 2000,
         packages: bool = False,
         image: str | None = None,
     ) -> None:
@@ -80,7 +82,8 @@ class PythonEnv(ToolEnv):
         else:
             made = makers(chosen_levels(difficulty), _chosen_topics(topics))
             self.tasks = {split: GeneratedTasks("python", made, split, task_seed) for split in self.splits}
-        self.tools = [PythonTool(tier=tier, timeout=code_timeout, memory_mb=memory_mb, packages=packages, image=image)]
+        limits = {"timeout": code_timeout, "memory_mb": memory_mb, "max_output": max_output}
+        self.tools = [PythonTool(tier=tier, packages=packages, image=image, **limits)]
 
     def check_settings(self) -> None:
         super().check_settings()

@@ -203,8 +203,7 @@ def resolve(tier: str, image: str | None = None) -> str:
     """
     if tier not in TIERS:
         raise ConfigError(f"unknown sandbox tier {tier!r}; expected one of {', '.join(TIERS)}.")
-    if sys.platform != "linux":
-        raise ConfigError(f"the Python sandbox needs Linux, this is {sys.platform}: run it in a container.")
+    require_linux()
     if tier == "auto":
         return _best()
     if tier == "bubblewrap" and (failure := bubblewrap_failure()):
@@ -214,6 +213,12 @@ def resolve(tier: str, image: str | None = None) -> str:
         if not image:
             raise ConfigError("sandbox tier 'container' needs an image with Python 3.11 or newer: image='NAME'.")
     return tier
+
+
+def require_linux() -> None:
+    """Raises ConfigError where there is no sandbox at all."""
+    if sys.platform != "linux":
+        raise ConfigError(f"the Python sandbox needs Linux, this is {sys.platform}: run agentrl in a Linux container.")
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -182,14 +183,16 @@ def test_nothing_outlives_an_owner_that_was_killed(variant: str):
     assert wait_for(lambda: not list(Path("/tmp").glob(f"*{mark}*")))
 
 
-def test_a_supervisor_that_was_killed_takes_nothing_with_it_into_the_next_call(open_session: Open):
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_a_supervisor_that_was_ended_takes_nothing_with_it_into_the_next_call(open_session: Open, signum: int):
     session = open_session()
-    session.run("import os, time\nx = 1")
+    session.run("import subprocess\nx = 1")
     mark = session._mark
-    os.kill(session.pid, 9)
+    os.kill(session.pid, signum)
     result = session.run("x")
     assert result.lost
     assert wait_for(lambda: not marked(mark))
+    assert not [place for place in ("/tmp", "/var/tmp", "/dev/shm") if list(Path(place).glob(f"*{mark}*"))]
     assert ok(session.run("1 + 1")) == "2"
 
 

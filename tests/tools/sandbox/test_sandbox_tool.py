@@ -16,7 +16,7 @@ from agentrl.errors import ConfigError, InfraError
 from agentrl.rewards import exact_match
 from agentrl.tools import ToolError, ToolErrorType
 from agentrl.tools.python import PythonTool
-from agentrl.tools.sandbox import Result
+from agentrl.tools.sandbox import Result, resolve
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
@@ -155,6 +155,21 @@ def test_a_sandbox_that_fails_is_nobodys_fault(python: PythonTool, monkeypatch: 
     monkeypatch.setattr("agentrl.tools.sandbox.session.base_python", lambda: "/bin/false")
     with pytest.raises(InfraError, match="did not start"):
         python(code="1")
+
+
+def test_without_linux_the_run_ends_and_the_model_is_not_blamed(monkeypatch: pytest.MonkeyPatch):
+    env = Coding()
+    monkeypatch.setattr("agentrl.tools.sandbox.tiers.sys.platform", "darwin")
+    with pytest.raises(ConfigError, match="needs Linux"):
+        env.reset(seed=0)
+
+
+def test_a_tier_that_a_machine_lacks_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch):
+    tool = PythonTool(tier="process")
+    monkeypatch.setattr("agentrl.tools.python.resolve", lambda *_: resolve("bubblewrap"))
+    monkeypatch.setattr("agentrl.tools.sandbox.tiers.bubblewrap_failure", lambda: "not on this one")
+    with pytest.raises(InfraError, match="not on this one"):
+        tool(code="1")
 
 
 def test_settings_are_checked_when_the_tool_is_made():
