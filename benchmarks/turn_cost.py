@@ -60,7 +60,7 @@ def make_env(pages: list[str]) -> agentrl.Env:
             query: What is looked for.
             page: Which page of results.
         """
-        return drawn.choice(pages)
+        return " ".join(drawn.choice(pages).split(" "))  # a text of its own, as tools give
 
     class Lookup(agentrl.ToolEnv):
         tools = (search,)

@@ -23,7 +23,7 @@ from agentrl.types import Trajectory
 if TYPE_CHECKING:
     import pyarrow as pa
 
-ROW_GROUP = 128
+ROW_GROUP = 64
 """Trajectories that are turned into columns at once; bounds the memory of a write."""
 
 _PART = re.compile(r"(?P<name>.+)-(?P<step>\d{6,})\.parquet")

@@ -18,11 +18,13 @@ from agentrl.envs.judging import check_reward, is_success, reward_of
 from agentrl.envs.tool_tasks import task_index, task_row
 from agentrl.errors import ConfigError
 from agentrl.rewards import RewardSet
+from agentrl.shared_keys import SharedKeys
 from agentrl.tools.base import FunctionTool, Tool, ToolErrorType, ToolResult
 from agentrl.tools.execution import close_tools, run_calls
 from agentrl.tools.parsers import NoneParser, Parsed, Parser, clean_text, get_parser
 from agentrl.types import Message, ToolCall
 
+_tool_message = SharedKeys()
 Transition = tuple[str, float, bool, bool, dict[str, Any]]
 
 
@@ -319,7 +321,7 @@ class ToolEnv(Env):
         texts = [self._shown(result) for result in results]
         if self._parser.structured:
             return [
-                Message(role="tool", name=call.name, content=text, tool_call_id=call.id)
+                _tool_message(role="tool", name=call.name, content=text, tool_call_id=call.id)
                 for call, text in zip(calls, texts, strict=True)
             ]
         tags = "|".join(map(re.escape, (*getattr(self._parser, "names", ()), self.result_tag, "think")))

@@ -18,9 +18,11 @@ from agentrl.rollout.chat import INLINE, ChatTemplate, opened_reasoning
 from agentrl.rollout.client import PolicyClient, new_rid
 from agentrl.rollout.ledger import TokenLedger
 from agentrl.rollout.sampling import for_turn
+from agentrl.shared_keys import SharedKeys
 from agentrl.tools.parsers import Parsed, Parser
 from agentrl.types import Message, SamplingParams, Segment, StopReason
 
+_turn_record = SharedKeys()
 _TAIL = 16  # ids at the end of a prompt in which a reasoning tag is looked for
 
 
@@ -194,13 +196,13 @@ class Conversation:
         turn = Turn(text, parsed, message, generation.finish_reason, generation.tokens, cut_short)
         self._last = self.last_turn = turn
         self.turns.append(
-            {
-                "prompt_tokens": len(prompt),
-                "sampled_tokens": len(generation.tokens),
-                "cached_tokens": generation.cached_tokens,
-                "finish_reason": generation.finish_reason,
-                "engine_seconds": seconds,
-            }
+            _turn_record(
+                prompt_tokens=len(prompt),
+                sampled_tokens=len(generation.tokens),
+                cached_tokens=generation.cached_tokens,
+                finish_reason=generation.finish_reason,
+                engine_seconds=seconds,
+            )
         )
         return turn
 

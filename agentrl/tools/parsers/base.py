@@ -7,13 +7,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
+from agentrl.shared_keys import SharedKeys
 from agentrl.tools.parsers.strict_json import clean_text
 from agentrl.types import Message, ToolCall
 
 MAX_CALLS = 64
 """Calls read from one turn; more are refused unread, so that no text is slow to parse."""
+_CALL_IDS = [f"call_{number}" for number in range(2 * MAX_CALLS)]  # shared by all trajectories that are held
+
+_message, _call, _function = SharedKeys(), SharedKeys(), SharedKeys()
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,11 @@ class Parsed:
 
     def message(self) -> Message:
         """The turn as an assistant message, as chat templates take it."""
-        message = Message(role="assistant", content=self.content)
+        message = cast(Message, _message(role="assistant", content=self.content))
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         calls = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            _call(id=c.id, type="function", function=_function(name=c.name, arguments=c.arguments))
             for c in self.tool_calls
             if c.error is None and self.structured
         ]
@@ -76,7 +80,7 @@ class Parser(ABC):
 
     def call_id(self, number: int) -> str:
         """Id of the turn's call ``number``, from 0, where the model writes none."""
-        return f"call_{number}"
+        return _CALL_IDS[number]
 
     def _scan(self, text: str, openings: dict[str, str], bare: re.Pattern[str] | None = None) -> Parsed:
         """One pass from left to right over reasoning blocks and calls.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from typing import Any
 
 MAX_DEPTH = 64
@@ -25,7 +26,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for key, value in pairs:
         if key in result:
             raise ValueError(f"duplicate key {key[:40]!r}")
-        result[key] = value
+        # One string for all calls with this key: a rollout holds very many of them.
+        result[sys.intern(key) if len(key) <= 64 else key] = value
     return result
 
 
@@ -97,7 +99,7 @@ def read_name(value: dict[str, Any]) -> str:
 
 def short_name(name: str) -> str:
     """A tool's name as a model wrote it, in a bounded length."""
-    return clean_text(name)[:128]
+    return sys.intern(clean_text(name)[:128])
 
 
 def kind(value: Any) -> str:
