@@ -100,7 +100,9 @@ class Progress:
         return time.monotonic() - self.started
 
     def log(self, text: RenderableType) -> None:
-        """Print a line that stays."""
+        """Print a line that stays. Control characters in a text, such as those of a server's error, are escaped."""
+        if isinstance(text, Text) and (safe := printable(text.plain)) != text.plain:
+            text = Text(safe, style=text.style)
         self.console.print(text)
 
     def stage(self, name: str) -> None:

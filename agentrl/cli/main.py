@@ -103,7 +103,9 @@ def _fail(error: BaseException, message: str, code: int) -> int:
         import traceback
 
         traceback.print_exception(error)
-    print(f"error: {message}", file=sys.stderr)
+    from agentrl.progress import printable
+
+    print(f"error: {printable(message)}", file=sys.stderr)  # it may hold what a server or a model said
     return code
 
 

@@ -17,6 +17,7 @@ from agentrl.data.files import finite, write_text
 from agentrl.evaluation.heldout import TRAINING_SPLIT, HeldOutSet
 from agentrl.evaluation.metrics import Estimate, EvalSummary
 from agentrl.evaluation.results import SUMMARY_VERSION
+from agentrl.progress import printable
 
 
 def warnings_before(cfg: EvalConfig, sets: Iterable[HeldOutSet]) -> list[str]:
@@ -105,6 +106,11 @@ class Report:
             yield Text(f"warning: {warning}", style="bold red")
 
 
+def _words(text: str) -> Text:
+    """Names that an environment gave, as they are: no markup of rich, and nothing that a terminal obeys."""
+    return Text(printable(text))
+
+
 def _share(estimate: Estimate) -> str:
     return "–" if math.isnan(estimate.mean) else f"{estimate.mean:.1%}"
 
@@ -176,7 +182,7 @@ def _main_table(sets: dict[str, EvalSummary]) -> Table:
     for name, summary in sets.items():
         table.add_column(_label(name, summary), justify="right")
     for label, cell in {**ROWS, **_further_rows(sets), **COUNTS}.items():
-        table.add_row(label, *(cell(s) for s in sets.values()))
+        table.add_row(_words(label), *(cell(s) for s in sets.values()))
     return table
 
 
@@ -199,12 +205,12 @@ def _further_rows(sets: dict[str, EvalSummary]) -> dict[str, Callable[[EvalSumma
 
 
 def _category_table(name: str, summary: EvalSummary) -> Table:
-    table = Table(title=f"{name}, by category", title_justify="left")
+    table = Table(title=_words(f"{name}, by category"), title_justify="left")
     for label in ("category", "tasks", "success", "95 % interval", "reward", "errors"):
         table.add_column(label, justify="left" if label == "category" else "right")
     for category, score in summary.categories.items():
         table.add_row(
-            category, str(score.success.n_tasks), _share(score.success), _interval(score.success),
+            _words(category), str(score.success.n_tasks), _share(score.success), _interval(score.success),
             _with_error(score.reward), str(score.errors),
         )  # fmt: skip
     return table

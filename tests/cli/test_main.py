@@ -201,3 +201,12 @@ def test_output_to_a_closed_pipe_is_quiet():
     )
     os.close(write)
     assert done.returncode == 1 and done.stderr == ""
+
+
+def test_an_error_moves_nothing_in_the_terminal(monkeypatch, capsys):
+    def run(argv):
+        raise CheckpointError("the server said \x1b[2J\x07 gone\nsecond line")
+
+    monkeypatch.setattr("agentrl.cli.version.run", run)
+    assert cli.main(["version"]) == 3
+    assert capsys.readouterr().err == "error: the server said \\x1b[2J\\x07 gone\nsecond line\n"

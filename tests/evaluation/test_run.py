@@ -325,3 +325,13 @@ def test_many_sets_have_a_row_each(run_eval, out, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "set-2 (all)" in said and "1 of 1" in said
     assert set(load(out).sets) == {"Sums", "set-0", "set-1", "set-2"}
+
+
+def test_names_from_an_environment_do_nothing_to_the_terminal(run_eval, out, tmp_path, capsys):
+    code = (tmp_path / "sums.py").read_text()
+    (tmp_path / "sums.py").write_text(code.replace('"odd"', r'"[/b]\x1b[2J"'))
+    with FakeOpenAI(adds()) as server:
+        assert run_eval(server) == 0
+    shown = capsys.readouterr().out
+    assert r"[/b]\x1b[2J" in shown and "\x1b" not in shown
+    assert "[/b]\x1b[2J" in summary(out)["categories"]
