@@ -19,8 +19,9 @@ class PythonEnv(ToolEnv):
     r"""Problems that are solved by writing and running Python, turn by turn.
 
     After ReTool (Feng et al. 2025, arXiv:2504.11536): reasoning interleaved with code that is run. The model calls
-    ``python`` as often as it likes, with variables kept between calls; a turn without a call is the final answer. The reward is 1 when its last ``\boxed{}``, or else its last number, has the value of the answer.
-    Only what the model wrote is read, so code cannot earn a reward by printing.
+    ``python`` as often as it likes, with variables kept between calls; a turn without a call is the final answer.
+    The reward is 1 when its last ``\boxed{}``, or else its last number, has the value of the answer. Only what the
+    model wrote is read, so code cannot earn a reward by printing.
 
     Args:
         difficulty: ``easy``, ``medium`` or ``hard``; several joined by ``+`` take turns.
