@@ -96,7 +96,8 @@ def wilson(successes: float, n: float) -> tuple[float, float]:
     scale = 1 / (1 + Z95**2 / n)
     center = scale * (p + Z95**2 / (2 * n))
     half = scale * Z95 * math.sqrt(max(p * (1 - p), 0.0) / n + Z95**2 / (4 * n**2))
-    return max(0.0, center - half), min(1.0, center + half)
+    # Exact where rounding would leave the smallest of numbers.
+    return 0.0 if p == 0 else max(0.0, center - half), 1.0 if p == 1 else min(1.0, center + half)
 
 
 def clustered(values: dict[str, list[float]], *, binary: bool) -> Estimate:
@@ -165,6 +166,12 @@ def by_episode(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
     for trajectory in trajectories:
         found.setdefault(trajectory.episode_id, []).append(trajectory)
     return list(found.values())
+
+
+def is_whole(episode: Sequence[Trajectory]) -> bool:
+    """Whether all agents of an episode are there: a kill may have come between the lines of two of them."""
+    first = episode[0]
+    return first.episode_id == first.trajectory_id or len(episode) == len(first.info.get("episode_agents", episode))
 
 
 def is_error(episode: Sequence[Trajectory]) -> bool:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Container, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ from rich.text import Text
 
 from agentrl.config.schema import EvalConfig
 from agentrl.config.serialize import run_folder_of
-from agentrl.data.files import JsonLines
+from agentrl.data.files import JsonLines, read_jsonl
 from agentrl.data.records import to_record
 from agentrl.data.rundir import RunDir
 from agentrl.errors import ConfigError
 from agentrl.evaluation.heldout import HeldOutSet, held_out_sets
-from agentrl.evaluation.metrics import EvalSummary, by_episode, is_error, summarize
+from agentrl.evaluation.metrics import EvalSummary, by_episode, is_error, is_whole, summarize
 from agentrl.evaluation.play import Admission, plan, play_set
 from agentrl.evaluation.policy import described, model_folder, model_identity, open_policy, settled
 from agentrl.evaluation.record import identity, refuse_other
@@ -33,7 +33,7 @@ from agentrl.evaluation.results import SUMMARY, TRAJECTORIES, read_episodes, rea
 from agentrl.process import terminate_on_sigterm, write_log_to
 from agentrl.progress import Progress, shown
 from agentrl.rollout.setup import scratch
-from agentrl.types import Trajectory
+from agentrl.types import Trajectory, replace
 from agentrl.warden import Warden
 
 IDENTITY = "evaluation"
@@ -122,24 +122,30 @@ class Session:
         self._planned = {s.name: plan(s, self.cfg.n_samples_per_eval_prompt) for s in self.sets}
 
     def _kept(self) -> dict[str, list[Trajectory]]:
-        """Set -> trajectories of earlier starts; episodes that failed for reasons of infrastructure are played again.
+        """Set -> episodes of earlier starts; those that failed for reasons of infrastructure are played again.
 
-        The file is rewritten without those, in one step.
+        So are those of which a kill left only some agents. The file is rewritten without either, in one step.
         """
         file = self.run.path / TRAJECTORIES
+        kept: dict[str, list[Trajectory]] = {s.name: [] for s in self.sets}
         if not file.is_file():
-            return {s.name: [] for s in self.sets}
-        kept, lost = {}, 0
-        for name, trajectories in read_episodes(file).items():
-            episodes = by_episode(trajectories)
-            kept[name] = [t for e in episodes if not is_error(e) for t in e]
-            lost += len(trajectories) - len(kept[name])
+            return kept
+        lost = False
+        for name, trajectories in read_episodes(file, segments=False).items():
+            for episode in by_episode(trajectories):
+                if is_error(episode) or not is_whole(episode):
+                    lost = True
+                elif name in kept:
+                    kept[name] += map(without_text, episode)
         if lost:
-            rewrite(file, kept)
-        return {s.name: kept.get(s.name, []) for s in self.sets}
+            rewrite(file, {t.trajectory_id for trajectories in kept.values() for t in trajectories})
+        return kept
 
     def _done(self, name: str) -> set[str]:
         return {t.episode_id for t in self._ended[name]}
+
+    def _ended_episodes(self) -> int:
+        return sum(len(self._done(name)) for name in self._ended)
 
     def remaining(self) -> int:
         """Episodes that are still to be played."""
@@ -152,14 +158,14 @@ class Session:
             AgentRLError: engines did not start, or cannot answer any more.
             KeyboardInterrupt: after the same cleaning up.
         """
-        before = sum(map(len, self._ended.values()))
+        before = self._ended_episodes()
         if before:
             self.progress.log(Text(f"{before} episodes are there already, {self.remaining()} remain"))
         self.stopped = "it was interrupted"
         try:
             asyncio.run(_until_sigterm(self._play(model)))
         except BaseException:
-            if sum(map(len, self._ended.values())) > before:
+            if self._ended_episodes() > before:
                 self.summary(model).write(self.run.path / SUMMARY)
                 self.progress.log(Text(f"stopped early; the same command with --output-dir {self.folder} goes on"))
             raise
@@ -169,7 +175,7 @@ class Session:
         limit = cfg.eval_time_limit
         admission = Admission(None if limit is None else time.monotonic() + limit)
         lines = JsonLines(self.run.path / TRAJECTORIES)
-        total, done = sum(map(len, self._planned.values())), len(set().union(*map(self._done, self._ended)))
+        total, done = sum(map(len, self._planned.values())), self._ended_episodes()
         self.progress.stage("starting engines" if model is not None else "connecting to the server")
         try:
             async with open_policy(cfg, model, logs=self.run.logs) as policy:
@@ -180,7 +186,7 @@ class Session:
                     def on_episode(trajectories: Sequence[Trajectory], name: str = held_out.name) -> None:
                         nonlocal done
                         lines.append(*(to_record(t, set_name=name) for t in trajectories))
-                        self._ended[name] += trajectories
+                        self._ended[name] += map(without_text, trajectories)
                         done += 1
                         self.progress.counted(done, total)
 
@@ -239,15 +245,20 @@ class Session:
         return 1 if shortcomings else 0
 
 
-def rewrite(file: Path, sets: dict[str, list[Trajectory]]) -> None:
-    """Replace a ``trajectories.jsonl`` by these episodes, whole or not at all."""
+def without_text(trajectory: Trajectory) -> Trajectory:
+    """What the summary needs of an episode that is in the file: memory must not grow with every token."""
+    return replace(trajectory, segments=[], messages=[])
+
+
+def rewrite(file: Path, keep: Container[str]) -> None:
+    """Leave the trajectories with these ids in a ``trajectories.jsonl``: the whole file is replaced, or nothing."""
     partial = file.with_name(f".{file.name}.partial")
     partial.unlink(missing_ok=True)
     lines = JsonLines(partial)
     try:
-        for name, trajectories in sets.items():
-            for trajectory in trajectories:
-                lines.append(to_record(trajectory, set_name=name))
+        for record in read_jsonl(file):
+            if record["trajectory_id"] in keep:
+                lines.append(record)
         lines.sync()
     finally:
         lines.close()

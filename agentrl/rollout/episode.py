@@ -27,6 +27,7 @@ __all__ = ["Episode", "EpisodeLimits", "checked_reward", "describe", "play_episo
 _STEP_KEYS = frozenset(
     {"messages", "tools", "stop", "raw_prompt", "stop_reason", "rewards", "success", "tool_calls"}
     | {"agent", "prompts", "agent_rewards"}
+    | {"episode_id", "episode_agents"}  # ours: an environment's own would make one episode of several
 )
 _FORFEITING = frozenset(
     {StopReason.MAX_TOKENS, StopReason.MAX_CONTEXT, StopReason.MAX_TOOL_OUTPUT, StopReason.MAX_TURNS}
@@ -296,8 +297,11 @@ class Episode:
 
     def trajectories(self, group_id: str, reason: StopReason, error: str | None, retryable: bool) -> list[Trajectory]:
         """The finished record of each agent that acted; that of the one at hand when none did."""
-        acted = [agent for agent in self._agents.values() if agent.conversation.num_turns]
-        return [self._trajectory(agent, group_id, reason, error, retryable) for agent in acted or [self._acting]]
+        acted = [agent for agent in self._agents.values() if agent.conversation.num_turns] or [self._acting]
+        if self._several:
+            names = [agent.name for agent in acted]
+            self._info |= {"episode_id": self._trajectory_id, "episode_agents": names}
+        return [self._trajectory(agent, group_id, reason, error, retryable) for agent in acted]
 
     def _trajectory(
         self, agent: AgentPart, group_id: str, reason: StopReason, error: str | None, retryable: bool
@@ -311,7 +315,6 @@ class Episode:
             info["retryable"] = retryable
         trajectory_id = self._trajectory_id
         if self._several:
-            info["episode_id"] = trajectory_id
             trajectory_id, group_id = f"{trajectory_id}:{agent.name}", f"{group_id}/{agent.name}"
         return Trajectory(
             trajectory_id=trajectory_id,

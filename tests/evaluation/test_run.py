@@ -14,7 +14,7 @@ from fake_openai import FakeOpenAI, completion, refused
 from agentrl.config import load_eval_config
 from agentrl.errors import ConfigError
 from agentrl.evaluation.results import load
-from agentrl.evaluation.run import evaluate
+from agentrl.evaluation.run import Session, evaluate
 from tests.evaluation.conftest import adds
 
 ROOT = Path(__file__).parents[2]
@@ -335,3 +335,68 @@ def test_names_from_an_environment_do_nothing_to_the_terminal(run_eval, out, tmp
     shown = capsys.readouterr().out
     assert r"[/b]\x1b[2J" in shown and "\x1b" not in shown
     assert "[/b]\x1b[2J" in summary(out)["categories"]
+
+
+TELEPHONE = """
+from agentrl import MultiAgentEnv
+
+
+class Telephone(MultiAgentEnv):
+    agents = ("teller", "writer")
+
+    def num_tasks(self, split):
+        return 3
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "The word is rain.", {"prompts": dict.fromkeys(self.agents, "Speak.")}
+
+    def step(self, action):
+        if self.acting == "teller":
+            return action, 0.0, False, False, {}
+        return "", 1.0, True, False, {"success": True, "agent_rewards": {"writer": 1.0}}
+"""
+
+
+def test_a_kill_between_the_agents_of_an_episode_loses_none(run_eval, out, tmp_path):
+    (tmp_path / "phone.py").write_text(TELEPHONE)
+    with FakeOpenAI(completion("rain")) as server:
+        flags = ["--env", f"{tmp_path / 'phone.py'}:Telephone", "--base-url", server.url, "--output-dir", str(out)]
+        assert evaluate(load_eval_config(flags)) == 0
+        file, asked = out / "trajectories.jsonl", len(server.bodies)
+        assert len(lines(out)) == 6
+        whole = file.read_text().splitlines(keepends=True)
+        for left in ("".join(whole[:-1]), "".join(whole[:-1]) + whole[-1][:50]):
+            file.write_text(left)
+            assert evaluate(load_eval_config(flags)) == 0
+            assert len(server.bodies) == asked + 2, "that episode is played again, and no other"
+            asked = len(server.bodies)
+            assert sorted(line["trajectory_id"] for line in lines(out)) == sorted(
+                json.loads(line)["trajectory_id"] for line in whole
+            )
+    scores = summary(out, "Telephone")
+    assert scores["episodes"] == 3 and {a: s["mean"] for a, s in scores["agents"].items()} == {"teller": 0, "writer": 1}
+
+
+def test_an_environment_with_an_episode_id_of_its_own(run_eval, out, tmp_path):
+    code = (tmp_path / "sums.py").read_text()
+    (tmp_path / "sums.py").write_text(
+        code.replace('info["category"] =', 'info["episode_id"] = "1"\n        info["category"] =')
+    )
+    with FakeOpenAI(adds()) as server:
+        assert run_eval(server) == 0
+        asked = len(server.bodies)
+        assert run_eval(server) == 0 and len(server.bodies) == asked
+    assert summary(out)["episodes"] == 12
+
+
+def test_what_was_said_is_in_the_file_and_not_in_memory(run_eval, out, monkeypatch):
+    monkeypatch.setenv("BROKEN", "3")
+    sessions = []
+    monkeypatch.setattr(Session, "report", lambda self, model: sessions.append(self) or 0)
+    with FakeOpenAI(adds()) as server:
+        run_eval(server, "--max-retries", "0")
+        run_eval(server, "--max-retries", "0")
+    first, second = (s._ended["Sums"] for s in sessions)
+    assert len(first) == len(second) == 12 and not any(t.messages or t.segments for t in first + second)
+    assert all(line["messages"] for line in lines(out) if line["outcome"] == "completed")
