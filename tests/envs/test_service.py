@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import agentrl
 from agentrl.envs.service.customer import PATIENCE, Customer
 from agentrl.envs.service.env import DIFFICULTIES, ServiceEnv
 from agentrl.envs.service.shop import Shop
-from agentrl.envs.service.tasks import WISHES, granted
+from agentrl.envs.service.tasks import ALLOWED_STATUS, WISHES, granted, make_task
 from agentrl.errors import ConfigError
 from agentrl.types import StopReason
 from tests.envs.playing import LIMITS, first_prompt_tokens, play
@@ -106,6 +107,29 @@ def test_what_may_not_be_done_breaks_a_rule_though_the_customer_is_pleased():
         observation, reward, over, _, info = serve(env, change(wish), f"Done. {wish.get('amount', '')}")
         assert observation == "Thank you. Goodbye." and over and reward == 0.0
         assert info["violations"] == [rule] and info["rewards"]["database"] == 0.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_wish_makes_another_impossible(seed):
+    """What is sold out so that one wish must be refused was once what the other wished for."""
+    for index in range(700 * seed, 700 * (seed + 1)):
+        row = make_task(np.random.default_rng(index), "train", wishes=2)
+        for wish in row["wishes"]:
+            if wish["kind"] == "question":
+                continue
+            order, new = row["shop"]["orders"][wish["order"]], wish.get("new_item")
+            possible = order["status"] == ALLOWED_STATUS[wish["kind"]]
+            possible &= new is None or row["shop"]["catalog"][new]["stock"] > 0
+            assert possible is wish["allowed"], (index, row["wishes"])
+
+
+def test_an_amount_among_many_guesses_is_not_told():
+    env = task_of("question")
+    wish = env.customer.wish
+    guesses = " ".join(f"{number / 2:.2f}" for number in range(20, 800))
+    assert f"{wish['amount']:.2f}" in guesses
+    assert serve(env, guesses)[0] == f"I do not follow. I want to know the total of order {wish['order']}."
+    assert serve(env, f"Order {wish['order']}: {wish['amount']:.2f} in all.")[2]
 
 
 def test_orders_of_others_and_items_of_another_kind():

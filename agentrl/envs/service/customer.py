@@ -10,6 +10,8 @@ from agentrl.envs.service.tasks import Wish, granted
 
 PATIENCE = 4
 """Replies of no use to the customer after which it gives up."""
+MOST_NUMBERS = 8
+"""Different numbers in a reply that tells an amount: more of them are guesses, and one would be right by chance."""
 
 _ASKING = re.compile(r"\?|please|provide|tell me|give me|need|let me know|share")
 _FACTS = {
@@ -125,8 +127,10 @@ class Customer:
         """Whether the wish is granted and its amount, if there is one, was told."""
         if self.wish["kind"] != "question" and not granted(self._shop, self.wish):
             return False
-        amount = self.wish.get("amount")
-        return bool(text) and (amount is None or any(abs(float(n) - amount) < 0.005 for n in _numbers(text)))
+        amount, numbers = self.wish.get("amount"), set(_numbers(text))
+        if amount is None:
+            return bool(text)
+        return len(numbers) <= MOST_NUMBERS and any(abs(float(n) - amount) < 0.005 for n in numbers)
 
     def _consider(self, text: str) -> tuple[str, bool]:
         wanted = [self.wish["order"], *(self.wish[k].lower() for k in ("address", "new_item") if k in self.wish)]

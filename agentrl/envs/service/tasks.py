@@ -105,16 +105,12 @@ def _make_wish(rng: np.random.Generator, shop: State, kind: str, number: str) ->
             pass
         wish["address"] = address
     else:
-        item = order["items"][0]
-        new = next(
-            name
-            for name, entry in shop["catalog"].items()
-            if kind_of(name) == kind_of(item) and name != item and entry["stock"]
-        )
-        if not allowed and rng.random() < 0.5:  # forbidden for another reason: what is wanted is sold out
-            order["status"] = "delivered"
-            shop["catalog"][new]["stock"] = 0
-        prices = shop["catalog"]
+        item, prices = order["items"][0], shop["catalog"]
+        others = [name for name in prices if kind_of(name) == kind_of(item) and name != item]
+        sold_out = [name for name in others if not prices[name]["stock"]]
+        new = next(name for name in others if prices[name]["stock"])
+        if not allowed and rng.random() < 0.5 and sold_out:  # forbidden for another reason than the order's status
+            order["status"], new = "delivered", sold_out[0]
         wish |= {"item": item, "new_item": new, "amount": abs(prices[new]["price"] - prices[item]["price"])}
     return wish
 
