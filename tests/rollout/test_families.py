@@ -12,11 +12,13 @@ import pytest
 from family_cases import FAMILIES, TEMPLATES, TOOLS, checkpoint, shown, tokenizer, transcript
 from family_dialogues import DIALOGUES, KIMI_ASSISTANT, LLAMA_ASSISTANT
 
+import agentrl
 from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.conversation import Conversation, EpisodeLimits
+from agentrl.rollout.episode import run_episode
 from agentrl.rollout.scripted import ScriptedClient
 from agentrl.tools.parsers import get_parser
-from agentrl.types import SamplingParams
+from agentrl.types import SamplingParams, StopReason, Task
 
 pytest.importorskip("sglang", reason="the families' calls are read by SGLang's detectors")
 
@@ -313,6 +315,44 @@ def test_each_family_is_known_by_its_template(families):
         "qwen2.5": "hermes", "qwen3": "hermes", "glm4.5": "glm", "llama3": "llama3", "deepseek_v3": "deepseekv3",
         "deepseek_r1": "deepseekv3", "kimi_k2": "kimi_k2", "mistral": "mistral",
     }  # fmt: skip
+
+
+class Pages(agentrl.ToolEnv):
+    """One question, whose answer the tool gives."""
+
+    tasks = {"train": [("who?", "It is Ann.")]}
+    reward = "exact_match"
+
+    @agentrl.tool
+    def search(self, query: str, page: int = 1) -> str:
+        """Finds a page.
+
+        Args:
+            query: What for.
+            page: Which one.
+        """
+        return f"Ann of {query}, {page + 1}"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_environment_with_a_tool_in_every_family(families, run, name):
+    chat = families[name]
+    script = sampled_texts(DIALOGUES[name])
+    if name == "glm4.5":  # whose values are typed by the schema
+        script[0] = script[0].replace(
+            "\n</tool_call>", "\n<arg_key>page</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+        )
+    client = ScriptedClient(script, chat)
+    trajectory = run(
+        run_episode(
+            Pages(), Task("t", seed=0, options={"index": 0}), client=client, chat=chat, params=SamplingParams(),
+            limits=EpisodeLimits(), trajectory_id="t", group_id="g",
+        )
+    )  # fmt: skip
+    assert (trajectory.error, trajectory.stop_reason, trajectory.reward) == (None, StopReason.DONE, 1.0)
+    assert [(c["name"], c.get("error")) for c in trajectory.tool_calls] == [("search", None)]
+    assert f"Ann of x, {3 if name == 'glm4.5' else 2}" in chat.decode(client.requests[-1])
+    assert trajectory.num_sampled == sum(turn["sampled_tokens"] for turn in trajectory.info["turns"])
 
 
 @pytest.mark.parametrize("name", FAMILIES)

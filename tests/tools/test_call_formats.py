@@ -226,6 +226,7 @@ MALFORMED = [
     ("deepseekv3", f"{BEGIN}{CALL}function{SEP}now\n```json\n[1]\n```{CLOSE}{END}", "JSON object, got a list"),
     ("deepseekv3", f"{BEGIN}{CALL}function{SEP}\n```json\n{{}}\n```{CLOSE}{END}", "the name of a tool"),
     ("deepseekv3", f"{BEGIN}{END}", "without a call"),
+    ("deepseekv3", f"{BEGIN}{CALL}function{SEP}a{SEP}b\n```json\n{{}}\n```{CLOSE}{END}", "twice in a call"),
     ("deepseekv31", f"{BEGIN}{CALL}now{SEP}{{'a': 1}}{CLOSE}{END}", "not valid JSON"),
     ("deepseekv31", f'{BEGIN}{CALL}now{SEP}{{"k": 1, "k": 2}}{CLOSE}{END}', "duplicate key 'k'"),
     ("deepseekv31", f"{BEGIN}{CALL}now{SEP}{{}}{{}}{CLOSE}{END}", "text after the arguments"),

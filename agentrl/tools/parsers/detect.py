@@ -30,6 +30,8 @@ _OTHER_NAMES = {
     "deepseek_v31": "deepseekv31",
     "kimi": "kimi_k2",
     "llama": "llama3",
+    "step3p5": "qwen3_coder",
+    "nanbeige": "qwen3_coder",
     "llama4": "pythonic",
 }
 _TAG_NAME = re.compile(r"[A-Za-z][\w-]*\Z")

@@ -132,6 +132,8 @@ class DeepSeekV3Parser(DetectorParser):
         code, closing_fence, tail = code.rpartition("```")
         if not sep or kind_of_call.strip() != "function" or not fence or not closing_fence or tail.strip():
             raise Malformed("a call is function<｜tool▁sep｜>NAME and then the arguments between ```json and ```")
+        if self.inner[0] in name:
+            raise Malformed("<｜tool▁sep｜> stands twice in a call")
         return name.strip(), code
 
     def _written(self, name: str, arguments: str) -> str:
