@@ -65,7 +65,6 @@ class HintGameEnv(MultiAgentEnv):
     """
 
     agents = ("hinter", "guesser")
-    max_turns = 8
     call_format = "none"
 
     def __init__(self, *, rewards: str = "shared", objects: int = 4, rounds: int = 1) -> None:
@@ -76,6 +75,8 @@ class HintGameEnv(MultiAgentEnv):
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise ConfigError(f"{name} is {value!r}; a whole number from {least} to {most} is expected")
         self.rewards, self.objects, self.rounds = rewards, objects, rounds
+        # As many as can be taken: whoever is about to lose must not get away by wasting them.
+        self.max_turns = len(self.agents) * _TRIES * rounds
 
     def num_tasks(self, split: str) -> int:
         return NUM_TASKS[self.split_of({"split": split})]

@@ -104,6 +104,23 @@ def test_prompts_are_short():
     assert max(first_prompt_tokens(HintGameEnv(objects=8), index=i) for i in range(20)) < 300
 
 
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_nobody_gets_away_by_wasting_turns(rounds):
+    """One fault before every move is allowed; it must not use up the turns before the game is lost."""
+    env = agentrl.make("multi_agent", rewards="opposed", rounds=rounds, objects=8)
+    env.reset(options={"split": "train", "index": 5})
+    game, over, turns = env.unwrapped, False, 0
+    while not over:
+        wrong = next(i for i, thing in enumerate(game.things, 1) if thing != game.target)
+        for action in ("well ...", game.oracle() if game.acting == "hinter" else str(wrong)):
+            assert not over
+            *_, over, truncated, info = env.step(action)
+            turns += 1
+            assert not truncated
+    assert turns == 4 * rounds
+    assert info["agent_rewards"] == {"hinter": 1.0, "guesser": -1.0} and info["success"] is False
+
+
 @pytest.mark.parametrize(
     "wrong", [{"rewards": "mixed"}, {"objects": 1}, {"objects": 9}, {"rounds": 0}, {"rounds": True}]
 )
