@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.errors import DataError
-from agentrl.evaluation.metrics import Z95, by_episode, is_error, solved
+from agentrl.evaluation.metrics import Z95, by_episode, is_error, solved, t95
 from agentrl.evaluation.results import EvalResult
 from agentrl.types import Task, Trajectory
 
@@ -127,7 +127,7 @@ def _compare_set(name: str, a: EvalResult, b: EvalResult, intersect: bool, force
         n_tasks=len(paired),
         episodes=tuple(sum(len(s.success[task]) for task in paired) for s in scores),  # type: ignore[arg-type]
         errors=tuple(s.errors for s in scores),  # type: ignore[arg-type]
-        success=paired_binary(*success) if single else paired_means(*success),
+        success=paired_binary(*success) if single else paired_means(*success, largest=1.0),
         reward=paired_means(*reward),
         gained=[flip for flip in flips if flip.b > flip.a],
         lost=[flip for flip in flips if flip.b < flip.a],
@@ -239,18 +239,20 @@ def paired_binary(a: Sequence[float], b: Sequence[float]) -> Paired:
     )
 
 
-def paired_means(a: Sequence[float], b: Sequence[float]) -> Paired:
-    """Means over the episodes of each task: normal interval clustered by task, and a sign-flipping test.
+def paired_means(a: Sequence[float], b: Sequence[float], *, largest: float = math.inf) -> Paired:
+    """Means over the episodes of each task: Student's interval, the task being the unit, and a sign-flipping test.
 
-    The standard error is that of the mean of the differences; NaN with a single task.
+    The standard error is that of the mean of the differences; NaN with a single task. ``largest``: no difference can be
+    larger, so no end of the interval is.
     """
     differences = np.asarray(b, float) - np.asarray(a, float)
     n = len(differences)
     difference = float(differences.mean())
     stderr = float(differences.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
     p, test = sign_flip(differences)
-    half = Z95 * stderr
-    return Paired(_mean(a), _mean(b), difference, difference - half, difference + half, stderr, p, test)
+    half = t95(n - 1) * stderr
+    low, high = max(difference - half, -largest), min(difference + half, largest)  # NaN, of one task, stays
+    return Paired(_mean(a), _mean(b), difference, low, high, stderr, p, test)
 
 
 def mcnemar(gained: int, lost: int) -> float:

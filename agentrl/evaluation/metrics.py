@@ -100,12 +100,34 @@ def wilson(successes: float, n: float) -> tuple[float, float]:
     return 0.0 if p == 0 else max(0.0, center - half), 1.0 if p == 1 else min(1.0, center + half)
 
 
+def t95(degrees: int) -> float:
+    """The 97.5 % quantile of Student's t; NaN for no degree of freedom.
+
+    In closed form for one and two degrees, else the expansion of Abramowitz and Stegun 1964, 26.7.5: within 0.2 %.
+    """
+    if degrees < 1:
+        return math.nan
+    if degrees == 1:
+        return math.tan(0.475 * math.pi)
+    if degrees == 2:
+        return 0.95 * math.sqrt(2 / (1 - 0.95**2))
+    z, v = Z95, degrees
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / v**power for power, term in enumerate(terms, start=1))
+
+
 def clustered(values: dict[str, list[float]], *, binary: bool) -> Estimate:
     """Mean over all episodes with a standard error clustered by task.
 
     The variance is G/(G-1) · Σ_g (Σ_i (x_gi - mean))² / n² over G tasks, the sandwich estimator of a mean with the
     usual small-sample factor. For binary values the interval is Wilson's at the effective sample size n / design effect
-    (Kish 1965), which is n with one episode a task; others have mean ± 1.96 standard errors.
+    (Kish 1965), which is n with one episode a task and never more; others have mean ± Student's t of G-1 degrees of
+    freedom times the standard error.
 
     Args:
         values: for each task id, one value an episode.
@@ -122,10 +144,11 @@ def clustered(values: dict[str, list[float]], *, binary: bool) -> Estimate:
         residuals = sum(sum(x - mean for x in v) ** 2 for v in values.values())
         stderr = math.sqrt(n_tasks / (n_tasks - 1) * residuals) / n
     if not binary:
-        return Estimate(mean, mean - Z95 * stderr, mean + Z95 * stderr, stderr, n_tasks, n)
-    effective = float(n_tasks)
-    if stderr > 0:
-        effective = min(n, n * mean * (1 - mean) / ((n - 1) * stderr**2))
+        half = t95(n_tasks - 1) * stderr
+        return Estimate(mean, mean - half, mean + half, stderr, n_tasks, n)
+    effective = float(n_tasks)  # how far episodes of a task agree cannot be seen where all of all tasks do
+    if n_tasks > 1 and 0 < mean < 1:
+        effective = n / max(1.0, stderr**2 * (n - 1) / (mean * (1 - mean)))
     return Estimate(mean, *wilson(mean * effective, effective), stderr, n_tasks, n)
 
 

@@ -119,7 +119,11 @@ def test_the_standard_error_is_that_of_the_differences():
     d = np.array(b) - np.array(a)
     assert paired.difference == pytest.approx(d.mean())
     assert paired.stderr == pytest.approx(d.std(ddof=1) / 2)
-    assert paired.high - paired.low == pytest.approx(2 * 1.959964 * paired.stderr)
+    assert paired.high - paired.low == pytest.approx(2 * 3.1824 * paired.stderr, rel=2e-3), "Student's, of 3 degrees"
+    bounded = paired_means([0.0, 0.0], [1.0, 0.5], largest=1.0)
+    assert (bounded.difference, bounded.high) == (0.75, 1.0)
+    single = paired_means([0.0], [1.0], largest=1.0)
+    assert math.isnan(single.low) and math.isnan(single.high)
     assert math.isnan(paired_means([0.0], [1.0]).stderr)
 
 

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from agentrl.evaluation.metrics import clustered, pass_at_k, pass_hat_k, summarize, wilson
+from agentrl.evaluation.metrics import clustered, pass_at_k, pass_hat_k, summarize, t95, wilson
 from agentrl.types import StopReason, Task, Trajectory
 
 NUMBERS = itertools.count()
@@ -182,3 +182,32 @@ def test_an_episode_of_several_agents_counts_once():
     assert summary.stop_reasons == {"done": 2}
     broken = [*episodes[:3], seat("seller", 1, 0.0, None, stop=StopReason.ENGINE_ERROR)]
     assert (summarize("x", "test", broken, 1.0).errors, summarize("x", "test", broken, 1.0).success.n) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    # Of the usual table of Student's distribution.
+    ("degrees", "quantile"), [(1, 12.7062), (2, 4.3027), (3, 3.1824), (5, 2.5706), (30, 2.0423), (999, 1.9623)],
+)  # fmt: skip
+def test_students_quantile(degrees, quantile):
+    assert t95(degrees) == pytest.approx(quantile, rel=2e-3)
+    assert math.isnan(t95(0))
+
+
+def test_few_tasks_have_a_wide_interval_of_the_reward():
+    """Of five tasks with normal rewards, 1.96 standard errors would hold the truth in 88 of 100 evaluations."""
+    rng = np.random.default_rng(0)
+    estimates = [clustered({str(i): [x] for i, x in enumerate(rng.normal(size=5))}, binary=False) for _ in range(4000)]
+    assert np.mean([e.low <= 0 <= e.high for e in estimates]) == pytest.approx(0.95, abs=0.01)
+
+
+def test_tasks_that_are_alike_do_not_count_for_more_than_their_episodes():
+    """One of three in every task: no spread between tasks, and the interval of nine independent episodes."""
+    alike = clustered({str(i): [1.0, 0.0, 0.0] for i in range(3)}, binary=True)
+    assert (alike.low, alike.high) == pytest.approx(wilson(3, 9))
+    half = clustered({str(i): [1.0, 0.0] for i in range(4)}, binary=True)
+    assert (half.low, half.high) == pytest.approx(wilson(4, 8))
+
+
+def test_the_ends_of_wilsons_interval_are_exact():
+    for n in range(1, 60):
+        assert wilson(0, n)[0] == 0.0 and wilson(n, n)[1] == 1.0
