@@ -142,6 +142,11 @@ class TaskSource:
         self.seed, self.cursor = int(state["seed"]), int(state["cursor"])
 
 
+def drawn_held_out_task(spec: str, split: str, number: int) -> Task:
+    """Task ``number`` of a split without end, counted from 0 in the fixed list of :func:`held_out_tasks`."""
+    return _drawn_task(spec, split, task_seed(f"held-out/{split}", 0, number))
+
+
 def held_out_tasks(spec: str, env: Any, *, split: str = "test", limit: int | None = None) -> list[Task]:
     """The fixed list of held-out tasks: the same for every run, seed and machine.
 
@@ -160,7 +165,7 @@ def held_out_tasks(spec: str, env: Any, *, split: str = "test", limit: int | Non
     if available is None:
         if limit is None:
             raise ConfigError(f"Split {split!r} of {spec!r} has no end: give --eval-tasks N.")
-        return [_drawn_task(spec, split, task_seed(f"held-out/{split}", 0, i)) for i in range(limit)]
+        return [drawn_held_out_task(spec, split, i) for i in range(limit)]
     if available < 1:
         raise DataError(f"Environment {spec!r} has no tasks in split {split!r}.")
     chosen = range(available)

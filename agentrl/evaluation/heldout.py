@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.config.schema import EvalConfig
-from agentrl.data.tasks import env_label, held_out_tasks
+from agentrl.data.tasks import drawn_held_out_task, env_label, held_out_tasks
 from agentrl.errors import ConfigError
 from agentrl.evaluation.metrics import EvalSummary, summarize
 from agentrl.rollout.setup import make_env
@@ -129,25 +129,18 @@ class _Chosen:
 
     def tasks(self, one: _Wanted, env: Any) -> list[Task]:
         """Those of the set ``one``, in the order in which they were named."""
-        endless = env.get_wrapper_attr("num_tasks")(one.split) is None
-        if endless:
-            numbers = [int(name) for name in self.names if name.isdecimal()]
-            available = held_out_tasks(one.spec, env, split=one.split, limit=max(numbers, default=0) + 1)
+        if one.split in env.get_wrapper_attr("splits") and env.get_wrapper_attr("num_tasks")(one.split) is None:
+            found = {name: _drawn(name, one) for name in self.names}
+            self._known += [drawn_held_out_task(one.spec, one.split, number).task_id for number in range(3)]
         else:
             available = held_out_tasks(one.spec, env, split=one.split)
-        by_id = {task.task_id: task for task in available}
-        self._known += by_id
-        tasks = []
-        for name in self.names:
-            task = by_id.get(name)
-            if task is None and name.isdecimal() and int(name) < len(available):
-                task = available[int(name)]
-            if task is None and endless:
-                task = _drawn(name, available[0])
-            if task is not None:
-                self._found.add(name)
-                tasks.append(task)
-        return list({task.task_id: task for task in tasks}.values())
+            by_id = {task.task_id: task for task in available}
+            numbers = {n: int(n) for n in self.names if n.isdecimal() and int(n) < len(available)}
+            found = {n: by_id.get(n) or (available[numbers[n]] if n in numbers else None) for n in self.names}
+            self._known += by_id
+        tasks = {task.task_id: task for task in found.values() if task is not None}
+        self._found.update(name for name, task in found.items() if task is not None)
+        return list(tasks.values())
 
     def refuse_unknown(self) -> None:
         """Raises ConfigError when a named task is in no set."""
@@ -157,13 +150,16 @@ class _Chosen:
                 raise ConfigError(f"--task-id {name}: there is no such task. Near it: {', '.join(near)}.")
 
 
-def _drawn(name: str, like: Task) -> Task | None:
-    """The task ``name`` of a split without end, where a task is its seed; ``like`` is another one of it."""
+def _drawn(name: str, one: _Wanted) -> Task | None:
+    """The task ``name`` of a split without end: a number, or an id, which ends with the seed that the task is."""
+    if name.isdecimal():
+        return drawn_held_out_task(one.spec, one.split, int(name))
+    like = drawn_held_out_task(one.spec, one.split, 0)
     start = like.task_id.removesuffix(str(like.seed))
     seed = name.removeprefix(start)
     if not name.startswith(start) or not seed.isdecimal():
         return None
-    return Task(name, int(seed), like.split, dict(like.options), like.env)
+    return replace(like, task_id=name, seed=int(seed))
 
 
 async def run_set(

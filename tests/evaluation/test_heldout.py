@@ -150,3 +150,7 @@ def test_a_task_of_a_split_without_end_is_its_seed(tmp_path):
     (whole,) = eval_sets("--env", spec)
     (named,) = eval_sets("--env", spec, "--task-id", whole.tasks[3].task_id, "--task-id", "1")
     assert named.tasks == [whole.tasks[3], whole.tasks[1]]
+    (far,) = eval_sets("--env", spec, "--task-id", "999999999999")  # of which no list is made
+    assert len(far.tasks) == 1 and far.tasks[0] not in whole.tasks
+    with pytest.raises(ConfigError, match="--task-id nope: there is no such task. Near it: Drawn/test/seed-"):
+        eval_sets("--env", spec, "--task-id", "nope")
