@@ -195,16 +195,16 @@ class Supervisor:
         return poller
 
     def discard(self) -> None:
-        """Ends the interpreter and all it started, and empties its folder."""
+        """Ends the interpreter and all it started, and removes its folder."""
         worker, self.worker = self.worker, None
         if worker is not None:
             worker.end()
+        remove_folder(self.settings.get("folder"))
 
     def end(self) -> None:
         """Leaves nothing behind: no process, no folder."""
         self.discard()
         tree.end()
-        remove_folder(self.settings.get("folder"))
 
 
 def _ended(worker: Worker) -> str:

@@ -36,7 +36,7 @@ class Output:
         """The kept part, at most ``most`` characters, and how many bytes are missing."""
         text = self._kept.decode("utf-8", "replace")[: self._most]
         shown = len(text.encode("utf-8", "replace"))
-        return text, max(self.total - shown, 0) if self.total > shown else 0
+        return text, max(self.total - shown, 0)
 
     def remove_mark(self, mark: bytes) -> bool:
         """Takes the mark at the end of a call's output away; whether it was there."""
@@ -68,9 +68,10 @@ class Worker:
         self._replies = Reader(12 * settings["max_output"] + 65536)
         make_folder(settings)
         theirs, ours = _pipes()
+        supervisor = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            _become_interpreter(settings, theirs, os.getppid())
+            _become_interpreter(settings, theirs, supervisor)
         for fd in theirs:
             os.close(fd)
         self.request_fd, self.reply_fd, self.output_fd = ours
@@ -175,14 +176,13 @@ class Worker:
         return f"exit status {code}"
 
     def end(self) -> None:
-        """Ends it with everything it started; its folder is emptied."""
+        """Ends it with everything it started."""
         stop = self.settings["stop_command"]
         if stop:
             _run(stop)
         tree.end()
         for fd in (self.request_fd, self.reply_fd, self.output_fd, self.pidfd):
             os.close(fd)
-        remove_folder(self.settings["folder"])
 
 
 def make_folder(settings: dict[str, Any]) -> None:
