@@ -118,28 +118,25 @@ class Jail:
             JailError: The name is taken by something that is not an ordinary file.
         """
         parts = _named(path)
-        made = 0
+        made: list[tuple[str, int]] = []
         with _explained(path), contextlib.ExitStack() as stack:
             folder = stack.enter_context(self._folder(()))
-            for part in parts[:-1]:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(part, 0o755, dir_fd=folder)
-                    made += 1
-                folder = stack.enter_context(_opened(part, folder))
-            mode = self._mode(parts[-1], folder)
-            if mode is not None and not stat.S_ISREG(mode):
-                raise JailError(f"{shorten(path)} is {_kind(mode)}, not a file")
-            partial = f".{secrets.token_hex(8)}.partial"
             try:
-                with open(os.open(partial, _CREATE, 0o644, dir_fd=folder), "wb") as file:
-                    file.write(data)
-                # Renaming replaces a link that was put there meanwhile; it does not follow it.
-                os.rename(partial, parts[-1], src_dir_fd=folder, dst_dir_fd=folder)
+                for part in parts[:-1]:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(part, 0o755, dir_fd=folder)
+                        made.append((part, folder))
+                    folder = stack.enter_context(_opened(part, folder))
+                mode = self._mode(parts[-1], folder)
+                if mode is not None and not stat.S_ISREG(mode):
+                    raise JailError(f"{shorten(path)} is {_kind(mode)}, not a file")
+                _put(parts[-1], data, folder)
             except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(partial, dir_fd=folder)
+                for part, inside in reversed(made):  # what failed leaves nothing that nobody counts
+                    with contextlib.suppress(OSError):
+                        os.rmdir(part, dir_fd=inside)
                 raise
-        return made
+        return len(made)
 
     def files(self, path: str = ".", limit: int = 1000) -> Iterator[Entry]:
         """The ordinary files below a folder, in the order of their names, at most ``limit``.
@@ -194,6 +191,19 @@ class Jail:
             yield descriptor
         finally:
             os.close(descriptor)
+
+
+def _put(name: str, data: bytes, folder: int) -> None:
+    """Writes a file beside and renames it, which replaces a link put there meanwhile instead of following it."""
+    partial = f".{secrets.token_hex(8)}.partial"
+    try:
+        with open(os.open(partial, _CREATE, 0o644, dir_fd=folder), "wb") as file:
+            file.write(data)
+        os.rename(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial, dir_fd=folder)
+        raise
 
 
 def _named(path: str) -> tuple[str, ...]:

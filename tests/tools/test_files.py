@@ -193,6 +193,17 @@ def test_all_files_together_have_a_limit():
     tool.close()
 
 
+def test_what_cannot_be_written_leaves_no_folders():
+    tool = FilesTool().for_episode(None)
+    for path in ("a/b/" + "x" * 300, "a/b/c/" + "y" * 300):
+        assert "a name that is too long" in refused(tool, "write", path, "text")
+    assert os.listdir(tool.folder) == []
+    tool(action="write", path="a/1.txt", text="")
+    assert "too long" in refused(tool, "write", "a/b/" + "x" * 300, "text")
+    assert os.listdir(tool.folder / "a") == ["1.txt"]
+    tool.close()
+
+
 def test_the_number_of_files_and_folders_has_a_limit():
     tool = FilesTool(max_files=4).for_episode(None)
     tool("write", "a/b/1.txt", "")
