@@ -223,6 +223,8 @@ async def _unpacked(response: httpcore.Response, encoding: str, limit: int) -> t
                 _refuse("the page cannot be unpacked")
         if len(body) > limit:
             return bytes(body[:limit]), True
+        if unpack is not None and unpack.eof:
+            break  # what follows the packed page would be kept, without end
     return bytes(body), False
 
 

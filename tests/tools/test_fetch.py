@@ -88,6 +88,20 @@ class Site(BaseHTTPRequestHandler):
         packed = b"".join(pack.compress(b"0" * 10**6) for _ in range(100)) + pack.flush()
         self.answer(packed, Content_Encoding="gzip")
 
+    def get_tail(self, _: str) -> None:
+        """A short packed page, and then no end of something else."""
+        self.send_response(200)
+        self.send_header("Content-Encoding", "gzip")
+        self.send_header("Content-Type", "text/plain")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        try:
+            self.wfile.write(gzip.compress(b"short"))
+            while True:
+                self.wfile.write(b"x" * 65536)
+        except OSError:
+            self.server.hung_up.set()  # type: ignore[attr-defined]
+
     def get_encoded(self, encoding: str) -> None:
         self.answer(b"\x1f\x8bnot packed at all", Content_Encoding=encoding)
 
@@ -441,6 +455,12 @@ def test_a_bomb_is_unpacked_to_the_limit_only(fetch):
     result = fetch("bomb", max_bytes=50_000)
     assert result.metadata["bytes"] == 50_000
     assert "only the first 50000 bytes" in result.observation
+
+
+def test_what_follows_a_packed_page_is_not_read(fetch, site):
+    site.hung_up.clear()
+    assert fetch("tail", seconds=5.0).observation.endswith("\nshort")
+    assert site.hung_up.wait(10)
 
 
 def test_packing_that_was_not_asked_for_is_refused(fetch):
