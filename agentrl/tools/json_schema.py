@@ -323,13 +323,22 @@ def _within(number: Any, schema: dict[str, Any], path: Path) -> Any:
         ("maximum", "at most", lambda n, bound: n <= bound),
         ("exclusiveMinimum", "more than", lambda n, bound: n > bound),
         ("exclusiveMaximum", "less than", lambda n, bound: n < bound),
-        ("multipleOf", "a multiple of", lambda n, bound: abs(n / bound - round(n / bound)) < 1e-9),
+        ("multipleOf", "a multiple of", _is_multiple),
     )
     for keyword, words, holds in bounds:
         bound = schema.get(keyword)
         if isinstance(bound, (int, float)) and not isinstance(bound, bool) and not holds(number, bound):
             raise Mismatch(path, f"must be {words} {bound}, got {show(number)}")
     return number
+
+
+def _is_multiple(number: Any, of: Any) -> bool:
+    if isinstance(number, int) and isinstance(of, int):
+        return number % of == 0
+    try:
+        return abs(number / of - round(number / of)) < 1e-9
+    except OverflowError:  # a number beyond all floats
+        return False
 
 
 def _compiled(pattern: Any) -> re.Pattern[str] | None:

@@ -56,6 +56,9 @@ def validate(
         except Mismatch as mismatch:
             problems.append(f"argument {_written(mismatch.path or (name,))} {mismatch.text}")
             continue
+        if fitted is not value and (problem := _unusable(fitted)):  # what stood in a string of JSON
+            problems.append(f"argument {show(name)} {problem}")
+            continue
         try:
             result[name] = converters[name](fitted) if converters and name in converters else fitted
         except ValueError as error:

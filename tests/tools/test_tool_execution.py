@@ -21,6 +21,7 @@ from agentrl.tools.execution import MAX_ERROR
 from agentrl.tools.parsers import HermesParser
 from agentrl.tools.redaction import redact
 from agentrl.tools.threads import DaemonPool, run_blocking, run_coroutine
+from agentrl.tools.validation import validate
 from agentrl.types import ToolCall
 
 
@@ -418,6 +419,19 @@ def deep(levels: int) -> object:
     return value
 
 
+def test_what_stands_in_a_string_of_json_is_looked_at_too():
+    schema = {"type": "object", "properties": {"data": {"type": "object"}}}
+    for data, message in (
+        ('{"a": "\\u0000"}', "null character"),
+        ('{"a": "\\udc00"}', "lone surrogate"),
+        ('{"a": %s}' % ("9" * 4000), "too many digits"),
+        ('{"a": %s}' % ("[" * 100 + "]" * 100), "nested deeper than 64"),
+    ):
+        with pytest.raises(ToolError, match=message):
+            validate({"data": data}, schema, "keep")
+    assert validate({"data": '{"a": [1]}'}, schema, "keep") == {"data": {"a": [1]}}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -437,6 +451,8 @@ def deep(levels: int) -> object:
         ({"any": deep(100_000)}, "nested deeper than 64"),
         ({"things": "[" * 100_000}, "must be a list"),
         ({"things": '[{"a": NaN}]'}, "must be a list"),
+        ({"things": '[{"a\\u0000": 1}]'}, "null character"),
+        ({"things": '[{"\\ud800": 1}]'}, "lone surrogate"),
         ({"any": b"bytes"}, "bytes, which is not JSON"),
         ({"text": ["x" * 2**20]}, "must be a string"),
         ({"x" * 2**20: 1}, "unknown argument"),

@@ -344,6 +344,8 @@ def test_pydantic_is_not_imported_for_tools_that_do_not_use_it():
         (5, {"type": "integer", "maximum": 4}, "at most 4"),
         (5, {"type": "integer", "exclusiveMaximum": 5}, "less than 5"),
         (5, {"type": "integer", "multipleOf": 2}, "a multiple of 2"),
+        (10**1000 + 1, {"type": "integer", "multipleOf": 2}, "a multiple of 2"),
+        (10**1000, {"type": "integer", "multipleOf": 0.5}, "a multiple of 0.5"),
         ("ab", {"type": "string", "minLength": 3}, "at least 3 characters"),
         ("abcd", {"type": "string", "maxLength": 3}, "at most 3 characters"),
         ("a" * (MAX_MATCHED + 1), {"type": "string", "pattern": "(a+)+$"}, "must match"),
