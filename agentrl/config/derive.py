@@ -46,10 +46,10 @@ def derive(config: Any) -> Any:
     served = isinstance(config, EvalConfig) and config.base_url is not None
     if config.hf_checkpoint == DEMO or (config.hf_checkpoint is None and not served):
         changes["hf_checkpoint"] = str(demo_folder())
+    changes["eval_env"] = split_names(config.eval_env)
     if isinstance(config, EvalConfig):
         changes["env"] = split_names(config.env)
     if isinstance(config, Config):
-        changes["eval_env"] = split_names(config.eval_env)
         changes |= _batch(config)
         changes["eps_clip_high"] = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
         if config.actor_num_gpus_per_node is None:

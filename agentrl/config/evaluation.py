@@ -13,7 +13,7 @@ class EvaluationOptions:
     """Held-out evaluation"""
 
     eval_tasks: Positive = 200
-    """Held-out tasks of one evaluation, of each environment; fixed over the run. All of them where the split has
+    """Held-out tasks of one evaluation, of each environment and file; fixed over the run. All of them where there are
     fewer."""
     n_samples_per_eval_prompt: Positive = 1
     """Episodes per held-out task."""
@@ -24,7 +24,13 @@ class EvaluationOptions:
     eval_top_k: Annotated[int, Range(low=-1)] = -1
     """Most likely tokens to sample from in evaluation; -1 for all."""
     eval_prompt_data: tuple[tuple[str, PathText], ...] = ()
-    """A named held-out task file, evaluated beside the environment's own: NAME PATH. Repeatable."""
+    """A named held-out task file, evaluated beside the environment's own: NAME PATH. Repeatable. Arguments for it
+    alone are `--env-arg NAME.KEY=VALUE`."""
+    eval_env: tuple[str, ...] = ()
+    """A further environment whose held-out split is evaluated, under its name. Repeatable, or several with commas
+    between; its arguments are `--env-arg NAME.KEY=VALUE`."""
+    eval_own_split: bool = True
+    """Evaluate on the held-out split of the environment (of training: the one trained on) too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +39,6 @@ class TrainingEvaluationOptions:
 
     eval_interval: Count = 0
     """Rollouts between held-out evaluations (also one before the first and one after the last); 0 for none."""
-    eval_env: tuple[str, ...] = ()
-    """A further environment whose held-out split is evaluated, under its name. Repeatable, or several with commas
-    between; its arguments are `--env-arg NAME.KEY=VALUE`."""
-    eval_own_split: bool = True
-    """Evaluate on the held-out split of the environment that is trained on too."""
     best_metric: str | None = None
     """Metric of an evaluation by which the best checkpoint is kept beside the newest ones, such as
     `eval/search/success`; the larger the better. A checkpoint is then written at each evaluation. Unset: none is kept

@@ -131,12 +131,11 @@ def _run_layer(config_class: type, layers: list[Given]) -> Given | None:
 
 def _keep_what_fits(values: dict[str, Any], layers: list[Given]) -> None:
     """Remove from a run's options what does not hold for the evaluation at hand: it may be of other environments."""
-    replaced = any(_last(layers, name) for name in ("env", "prompt_data"))
-    arguments = values.get("env_args") or {}
-    values["env_args"] = {} if replaced else {k: v for k, v in arguments.items() if "." not in k}
-    if replaced:
-        for name in ("env", "prompt_data", *(BEYOND if values.get("hf_checkpoint") == DEMO else ())):
-            values.pop(name, None)
+    if not any(_last(layers, name) for name in ("env", "prompt_data")):
+        return
+    tasks = ("env", "env_args", "prompt_data", "eval_env", "eval_own_split", "eval_prompt_data")
+    for name in (*tasks, *(BEYOND if values.get("hf_checkpoint") == DEMO else ())):
+        values.pop(name, None)
 
 
 def _preset_layer(config_class: type, layers: list[Given]) -> Given | None:

@@ -341,8 +341,11 @@ def _without_effect(config: Config, explicit: Mapping[str, str]) -> Iterator[str
         if name in explicit and not holds(config):
             yield f"{explicit[name]} has no effect without {needed}."
     dotted = sorted(key for key in config.env_args if "." in key)
-    if dotted and not config.eval_env:
-        yield f"--env-arg {dotted[0]}: arguments of --env have no name before them; those of an --eval-env do."
+    if dotted and not config.eval_env and not config.eval_prompt_data:
+        yield (
+            f"--env-arg {dotted[0]}: arguments of --env have no name before them; those of an --eval-env or "
+            "--eval-prompt-data do."
+        )
 
 
 def _engines(config: Config | EvalConfig) -> Iterator[str]:

@@ -22,6 +22,8 @@ def evaluated(config: EvalConfig, explicit: Mapping[str, str]) -> Iterator[str]:
         yield f"--checkpoint: expected newest, best or a number of rollouts, got {config.checkpoint!r}"
     if config.task_id and "eval_tasks" in explicit:
         yield f"{explicit['eval_tasks']} and --task-id exclude each other: the tasks are those named."
+    if len(config.env) > 1 and not config.eval_own_split:
+        yield "--no-eval-own-split has no effect with several --env: each of them is a set."
     dotted = sorted(key for key in config.env_args if "." in key)
     plain = sorted(key for key in config.env_args if "." not in key)
     if len(config.env) > 1 and plain:
@@ -29,7 +31,7 @@ def evaluated(config: EvalConfig, explicit: Mapping[str, str]) -> Iterator[str]:
             f"--env-arg {plain[0]} could be meant for any of {', '.join(config.env)}: write "
             f"--env-arg NAME.{plain[0]}=VALUE with the name of one of them."
         )
-    if len(config.env) < 2 and dotted:
+    if len(config.env) < 2 and dotted and not config.eval_env and not config.eval_prompt_data:
         yield f"--env-arg {dotted[0]}: there is one environment, so write the argument without a name before it."
     if config.run is not None and "hf_checkpoint" in explicit:
         yield (
@@ -37,9 +39,13 @@ def evaluated(config: EvalConfig, explicit: Mapping[str, str]) -> Iterator[str]:
             "is the run's newest checkpoint. To evaluate another model, leave --run out and name the environment."
         )
     if not config.env and config.prompt_data is None:
-        for name in ("env_args", "split"):
-            if name in explicit:
-                yield f"{explicit[name]} has no effect without --env or --prompt-data."
+        if "split" in explicit and not config.eval_env:
+            yield f"{explicit['split']} has no effect without --env or --prompt-data."
+        if plain and "env_args" in explicit:
+            yield (
+                f"--env-arg {plain[0]} has no effect without --env or --prompt-data: for a set of --eval-prompt-data, "
+                f"write --env-arg NAME.{plain[0]}=VALUE with its name."
+            )
 
 
 RESCORING = ("rescore", "output_dir", "custom_rm_path", "rollout_concurrency", "episode_timeout", "json", "log_level")

@@ -11,6 +11,7 @@ from typing import Any
 
 from agentrl.config.schema import EvalConfig
 from agentrl.data.tasks import drawn_held_out_task, env_label, held_out_tasks
+from agentrl.envs.prompt import PromptEnv
 from agentrl.errors import ConfigError
 from agentrl.evaluation.metrics import EvalSummary, summarize
 from agentrl.rollout.setup import make_env
@@ -28,6 +29,8 @@ class HeldOutSet:
     spec: str
     kwargs: dict[str, Any]
     tasks: list[Task]
+    available: int | None = None
+    """Tasks of the split; None when it has no end."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +77,11 @@ def held_out_sets(cfg: Any, *, split: str = "test") -> list[HeldOutSet]:
                 if chosen
                 else held_out_tasks(one.spec, env, split=one.split, limit=cfg.eval_tasks)
             )
+            available = env.get_wrapper_attr("num_tasks")(one.split) if tasks else 0
         finally:
             env.close()
         if tasks:
-            sets.append(HeldOutSet(one.name, one.split, one.spec, one.kwargs, tasks))
+            sets.append(HeldOutSet(one.name, one.split, one.spec, one.kwargs, tasks, available))
     chosen.refuse_unknown()
     if not sets:
         raise ConfigError("nothing to evaluate on: give --env NAME, or --eval-prompt-data NAME PATH")
@@ -85,21 +89,22 @@ def held_out_sets(cfg: Any, *, split: str = "test") -> list[HeldOutSet]:
 
 
 def _environments(cfg: Any, split: str) -> list[_Wanted]:
-    """Sets over the held-out split of an environment each; in training, first of the one that is trained on."""
+    """Sets over the held-out split of an environment each: of that of ``--env``, or those; then of each ``--eval-env``.
+
+    In training the first is the one that is trained on.
+    """
+    several = isinstance(cfg, EvalConfig) and len(cfg.env) > 1
+    others = [*(cfg.env if several else ()), *cfg.eval_env]
     wanted = []
-    if isinstance(cfg, EvalConfig):
-        others: Sequence[str] = cfg.env if len(cfg.env) > 1 else ()
-        own = len(cfg.env) < 2
-    else:
-        others, own = cfg.eval_env, cfg.eval_own_split
-    if own and (cfg.env or cfg.prompt_data):
+    if not several and cfg.eval_own_split and (cfg.env or cfg.prompt_data):
         spec, kwargs = cfg.env_spec()
         label = env_label(spec if cfg.env else cfg.prompt_data)
         wanted.append(_Wanted(label, split, spec, kwargs, optional=bool(cfg.eval_prompt_data or others)))
     names = [env_label(spec) for spec in others]
+    named = [*names, *(name for name, _ in cfg.eval_prompt_data)]
     for key in cfg.env_args:
-        if "." in key and not any(key.startswith(f"{name}.") for name in names):
-            raise ConfigError(f"--env-arg {key}: of the name before the dot there is no environment; {_listed(names)}")
+        if "." in key and not any(key.startswith(f"{name}.") for name in named):
+            raise ConfigError(f"--env-arg {key}: of the name before the dot there is no set; {_listed(named)}")
     wanted += [_Wanted(n, split, spec, cfg.arguments_of(n)) for n, spec in zip(names, others, strict=True)]
     return wanted
 
@@ -109,7 +114,14 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _files(cfg: Any) -> list[_Wanted]:
-    return [_Wanted(name, "all", *cfg.prompt_env_spec(path)) for name, path in cfg.eval_prompt_data]
+    """The sets of ``--eval-prompt-data``: judged like ``--prompt-data``, where that is given, unless told otherwise."""
+    own = cfg.arguments_of(None) if cfg.prompt_data else {}
+    shared = {key: value for key, value in own.items() if key in PromptEnv.settings}
+    wanted = []
+    for name, path in cfg.eval_prompt_data:
+        spec, kwargs = cfg.prompt_env_spec(path)
+        wanted.append(_Wanted(name, "all", spec, {**kwargs, **shared, **cfg.arguments_of(name)}))
+    return wanted
 
 
 def _has_tasks(env: Any, split: str) -> bool:

@@ -67,7 +67,8 @@ def evaluate(cfg: EvalConfig) -> int:
         write_log_to(run.logs / "driver.log", cfg.log_level)
         run.describe(policy=described(cfg, model))
         session = Session(cfg, sets, run, progress, warnings=warnings_before(cfg, sets))
-        progress.log(Text(f"run folder  {run.path}\nmodel       {described(cfg, model)}"))
+        about = [f"run folder  {run.path}", f"model       {described(cfg, model)}", f"tasks       {_tasks(sets)}"]
+        progress.log(Text("\n".join(about)))
         for warning in session.warnings:
             progress.log(Text(f"warning: {warning}", style="bold red"))
         if session.remaining():
@@ -75,6 +76,13 @@ def evaluate(cfg: EvalConfig) -> int:
             temporary.enter_context(scratch(temporary.enter_context(Warden())))
             session.play(model)
         return session.report(model)
+
+
+def _tasks(sets: Sequence[HeldOutSet]) -> str:
+    """How many tasks of each set are played, and of how many."""
+    return ", ".join(
+        f"{s.name} {len(s.tasks)}" + ("" if s.available in (None, len(s.tasks)) else f" of {s.available}") for s in sets
+    )
 
 
 def _open_folder(cfg: EvalConfig, what: dict[str, Any]) -> RunDir:

@@ -59,8 +59,9 @@ def test_held_out_files_alone(held_out, model, tmp_path):
     assert (cfg.env, cfg.prompt_data, cfg.eval_prompt_data) == ((), None, (("sums", held_out),))
     with RunDir.create(cfg, base=tmp_path / "runs") as folder:
         assert folder.path.name.startswith("eval-held_out-")
-    for flag, value in (("--env-arg", "a=1"), ("--split", "train")):
-        assert f"{flag} has no effect without --env" in refused("--eval-prompt-data", "sums", held_out, flag, value)
+    for flag, value in (("--env-arg a", "a=1"), ("--split", "train")):
+        words = ("--eval-prompt-data", "sums", held_out, flag.split()[0], value)
+        assert f"{flag} has no effect without --env" in refused(*words)
     assert "--eval-prompt-data NAME FILE" in refused()
 
 
@@ -166,9 +167,12 @@ def test_a_run_in_another_environment_leaves_its_arguments_behind(tmp_path):
     )  # fmt: skip
     (folder / "config.json").write_text(json.dumps(cfg.to_dict()))
     same = load_eval_config(["--run", str(folder)])
-    assert (same.env, same.env_args, same.rollout_max_context_len) == (("search",), {"topk": 2}, 700)
+    assert (same.env, same.eval_env, same.rollout_max_context_len) == (("search",), ("textgame",), 700)
+    assert same.env_args == {"topk": 2, "textgame.rooms": 3}
     other = load_eval_config(["--run", str(folder), "--env", "textgame"])
     assert (other.env, other.env_args, other.rollout_max_context_len) == (("textgame",), {}, 1920)
+    assert other.eval_env == () and other.eval_own_split, "what is named is what is evaluated"
+    assert "--no-eval-own-split has no effect with several --env" in refused("--env", "a,b", "--no-eval-own-split")
 
 
 # -- the embedded model's limits -------------------------------------------------------------------------

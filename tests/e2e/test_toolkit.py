@@ -34,10 +34,10 @@ def test_the_readmes_environment_trains_beside_other_held_out_sets_and_keeps_its
     out = tmp_path / "best"
     best = start("eval", "--run", str(run), "--checkpoint", "best", "--eval-tasks", "2", "--output-dir", str(out))
     assert best.wait() == 0, best.text[-3000:]
-    assert "Shopping" in json.loads((out / "summary.json").read_text())["sets"]
+    assert set(json.loads((out / "summary.json").read_text())["sets"]) == {"Shopping", "textgame"}
     again = start("eval", "--run", str(run), "--checkpoint", "best", "--eval-tasks", "2", "--output-dir", str(out))
     assert again.wait() == 0, again.text[-3000:]  # complete already: nothing is played twice
-    assert len((out / "trajectories.jsonl").read_text().splitlines()) == 2
+    assert len((out / "trajectories.jsonl").read_text().splitlines()) == 4
     shown = start("show", str(out), "--limit", "1")
     assert shown.wait() == 0 and "Shopping" in shown.text
     compared = start("compare", str(out), str(out))

@@ -114,6 +114,34 @@ def test_training_evaluates_other_environments_beside_or_in_place_of_its_own(sec
     assert [s.name for s in held_out_sets(config(*flags, "--no-eval-own-split"))] == ["Second"]
 
 
+def test_an_evaluation_of_a_run_is_of_all_its_held_out_sets(second, tasks, tmp_path):
+    flags = ["--env", "search", "--eval-env", second, "--env-arg", "topk=2", "--env-arg", "Second.size=2"]
+    trained = config(*flags, "--eval-prompt-data", "sums", tasks)
+    (tmp_path / "config.json").write_text(json.dumps(trained.to_dict()))
+    assert held_out_sets(load_eval_config(["--run", str(tmp_path)])) == held_out_sets(trained)
+    own = eval_sets("--run", str(tmp_path), "--env", "search")
+    assert [(s.name, s.kwargs) for s in own] == [("search", {})]
+    (other,) = eval_sets("--env", "search", "--eval-env", second, "--no-eval-own-split")
+    assert other.name == "Second"
+
+
+def test_what_counts_as_solved_holds_for_every_file(tasks):
+    graded = ["--prompt-data", tasks, "--rm-type", "f1", "--env-arg", "success_reward=0.5", "--env-arg", "max_turns=1"]
+    files = ["--eval-prompt-data", "sums", tasks, "--eval-prompt-data", "more", tasks]
+    share = ["--env-arg", "test_fraction=0.2"]  # of the training file alone: the others are held out whole
+    for of in (config, eval_sets):
+        _, sums, more = held_out_sets_of(of, *graded, *share, *files, "--env-arg", "more.success_reward=0.7")
+        assert (sums.kwargs["success_reward"], more.kwargs["success_reward"]) == (0.5, 0.7)
+        assert sums.kwargs["max_turns"] == 1 and sums.available == 20 and "test_fraction" not in sums.kwargs
+    (alone,) = eval_sets("--eval-prompt-data", "sums", tasks, "--env-arg", "sums.success_reward=0.5")
+    assert alone.kwargs["success_reward"] == 0.5
+
+
+def held_out_sets_of(make, *flags):
+    made = make(*flags)
+    return made if isinstance(made, list) else held_out_sets(made)
+
+
 # -- named tasks ----------------------------------------------------------------------------------------
 
 

@@ -66,6 +66,12 @@ def test_the_record_says_what_was_evaluated(run_eval, out, sums):
     assert json.loads((out / "config.json").read_text())["eval_tasks"] == 3
 
 
+def test_it_says_how_many_tasks_are_left_out(run_eval, capsys):
+    with FakeOpenAI(adds()) as server:
+        assert run_eval(server, "--limit", "2") == 0
+    assert "tasks       Sums 2 of 12" in capsys.readouterr().out
+
+
 def test_json_for_scripts(run_eval, out, capsys):
     with FakeOpenAI(adds()) as server:
         assert run_eval(server, "--json", "--limit", "2") == 0
