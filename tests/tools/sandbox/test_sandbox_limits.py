@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
-from sandbox_sessions import Open, expect_lost, marked, ok
+from sandbox_sessions import Open, expect_lost, marked, ok, opened, works
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
@@ -155,6 +157,48 @@ def test_a_fork_bomb_whose_children_fork_ends(open_session: Open):
     assert result.status in ("processes", "timeout")
     assert ok(session.run("1 + 1")) == "2"
     assert len(marked(session._mark)) <= 4
+
+
+def test_a_fork_bomb_is_ended_before_it_ends_by_itself():
+    """Where the kernel does not count processes (root in bubblewrap) the supervisor must be faster than the bomb."""
+    if not works("bubblewrap"):
+        pytest.skip("bubblewrap does not work here")
+    code = """
+        import os, time
+        end = time.monotonic() + 6
+        while time.monotonic() < end:
+            try: os.fork()
+            except OSError: pass
+    """
+    with opened("bubblewrap") as open_one:
+        session = open_one(max_processes=20, timeout=10.0, cpu_seconds=30)
+        session.run("1")
+        started = time.monotonic()
+        assert session.run(textwrap.dedent(code)).status == "processes"
+        assert time.monotonic() - started < 6
+        assert ok(session.run("1 + 1")) == "2"
+
+
+def test_descendants_are_counted_and_ended_in_bounded_time():
+    program = """
+        import os, time
+        from agentrl.tools.sandbox.isolated import confine, tree
+        tree_root, (ready, write) = os.getpid(), os.pipe()
+        for _ in range(3):  # each the child of the one before
+            if os.fork(): break
+        else:
+            os.write(write, b"x")
+        if os.getpid() != tree_root: time.sleep(60)
+        os.read(ready, 1)
+        assert len(tree.below(tree_root)) == 3
+        assert len(tree.below(tree_root, most=1)) == 2
+        confine.become_subreaper()
+        tree.END_SECONDS = -1.0
+        assert tree.end() is False, "late: killed, but nobody waits for it"
+        tree.END_SECONDS = 5.0
+        assert tree.end() is True
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=30)
 
 
 def test_threads_count_as_processes(open_session: Open):

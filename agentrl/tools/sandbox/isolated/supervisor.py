@@ -119,8 +119,8 @@ class Supervisor:
         status, reply = self.converse(encode({"code": code, "fence": fence}), self.settings["timeout"], watch=True)
         answer: dict[str, Any] = {"status": status, "guards": worker.guards}
         if status == "ok":
-            worker.settle(fence, _readable)
-            answer["status"] = worker.limit_passed(files=True) or "ok"  # since the last look
+            settled = worker.settle(fence, _readable)
+            answer["status"] = (worker.limit_passed(files=True) or "ok") if settled else "processes"
             answer.update({key: reply[key] for key in ("value", "error") if isinstance(reply.get(key), str)})
         else:
             worker.read_output()

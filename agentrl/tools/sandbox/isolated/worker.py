@@ -91,20 +91,28 @@ class Worker:
         self._cpu = tree.usage(list(self._own)).cpu
         tree.send(list(self._own), signal.SIGCONT)
 
-    def settle(self, fence: str, wait: Any) -> None:
-        """After a reply: takes the rest of the output, ends what the code left running, stops the interpreter."""
-        tree.end(keep=self._own)
+    def settle(self, fence: str, wait: Any) -> bool:
+        """After a reply: takes the rest of the output, ends what the code left running, stops the interpreter.
+
+        Returns:
+            Whether all of it could be ended.
+        """
+        if not tree.end(keep=self._own):
+            return False
         self.read_output()
         if self.settings["fence"]:
             while not (self.output.remove_mark(fence.encode()) or self.output_closed):
                 if not wait(self.output_fd, FENCE_SECONDS) or self.read_output() > FLOOD_BYTES:
                     break
         tree.send(list(self._own), signal.SIGSTOP)
+        return True
 
     def limit_passed(self, *, files: bool) -> str | None:
         """Which limit the tree is over, if any."""
         settings = self.settings
-        members = tree.below(os.getpid())
+        members = tree.below(os.getpid(), most=len(self._own) + settings["max_processes"])
+        if len(members) - len(self._own) >= settings["max_processes"]:
+            return "processes"
         used = tree.usage(members)
         if used.threads - self._own_threads >= settings["max_processes"]:
             return "processes"
@@ -180,6 +188,8 @@ class Worker:
         stop = self.settings["stop_command"]
         if stop:
             _run(stop)
+        elif self.settings["command"]:
+            tree.send([self.pid], signal.SIGKILL)  # the kernel ends all of its namespace, faster than anybody forks
         tree.end()
         for fd in (self.request_fd, self.reply_fd, self.output_fd, self.pidfd):
             os.close(fd)
