@@ -19,6 +19,7 @@ import numpy as np
 
 from agentrl.errors import DataError
 from agentrl.evaluation.metrics import Z95, by_episode, is_error, solved, t95
+from agentrl.evaluation.record import content
 from agentrl.evaluation.results import EvalResult
 from agentrl.types import Task, Trajectory
 
@@ -190,6 +191,7 @@ def _check_content(name: str, a: EvalResult, b: EvalResult, force: bool) -> list
     of_set = [identity.get("sets", {}).get(name) for identity in identities]
     if None in of_set:
         return ["one of the runs holds no record of the environment's code, so whether it changed is not known"]
+    of_set = [content(described) for described in of_set]
     changed = [key for key in _CONTENT if of_set[0].get(key) != of_set[1].get(key)]
     notes = []
     if changed:

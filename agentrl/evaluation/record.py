@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import hashlib
 import json
 import sys
@@ -10,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.schema import EvalConfig
-from agentrl.errors import ConfigError
+from agentrl.envs.taskfiles import find_files
+from agentrl.errors import ConfigError, DataError
 from agentrl.evaluation.heldout import HeldOutSet
 from agentrl.rollout.setup import make_env
 from agentrl.types import Task
 
 SAMPLE = 64 << 20
-"""Bytes of a data file that count in its digest, beside its size."""
+"""Bytes of data files, all together, that count in their digest, beside their sizes; of each at least
+``LEAST_SAMPLE``."""
+LEAST_SAMPLE = 4096
 
 SAMPLING = (
     "eval_temperature",
@@ -85,29 +90,62 @@ def code_digest(held_out: HeldOutSet) -> str:
 
 
 def data_digest(values: dict[str, Any]) -> str | None:
-    """Digest of the files that arguments of an environment name; None when they name none."""
-    digest, found = hashlib.sha256(), False
-    for file in _files(values):
-        found = True
+    """Digest of the data and code that arguments of an environment name; None when they name none.
+
+    That is files, folders and globs of task data, and the Python file of a function or class.
+    """
+    digest = hashlib.sha256()
+    files = list(dict.fromkeys(_named(values)))
+    for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
         with file.open("rb") as stream:
-            digest.update(stream.read(SAMPLE))
-    return f"sha256:{digest.hexdigest()}" if found else None
+            digest.update(stream.read(max(SAMPLE // len(files), LEAST_SAMPLE)))
+    return f"sha256:{digest.hexdigest()}" if files else None
 
 
-def _files(values: dict[str, Any]) -> Iterator[Path]:
-    for _, value in sorted(values.items()):
-        if isinstance(value, str) and 0 < len(value) < 4096 and "\0" not in value:
-            location = value.rpartition(":")[0]
-            path = Path(location if location.endswith(".py") else value)  # a reward function is named file.py:name
-            if path.is_file():
-                yield path
+def _named(value: Any) -> Iterator[Path]:
+    """The files that a value of any shape names, such as a list of rewards with their weights."""
+    if isinstance(value, dict):
+        value = [value[key] for key in sorted(value)]
+    if isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _named(entry)
+    elif isinstance(value, str) and 0 < len(value) < 4096 and "\0" not in value:
+        yield from _files(value)
+
+
+def _files(text: str) -> Iterator[Path]:
+    location = text.rpartition(":")[0]
+    module = sys.modules.get(location)  # what an environment uses of it, it has imported by now
+    path = Path(location if location.endswith(".py") else getattr(module, "__file__", None) or text).expanduser()
+    if path.is_file():
+        yield path
+    elif path.is_dir() or glob.has_magic(text):
+        with contextlib.suppress(DataError):  # no task data there
+            yield from (Path(file.path) for file in find_files(text))
+
+
+PROMPT_ENV = "agentrl.envs.prompt:PromptEnv"
+HOW_IT_IS_READ = ("streaming", "workers", "cache_dir")
+"""Arguments of prompt data that change nothing about its tasks."""
+
+
+def content(of_set: dict[str, Any]) -> dict[str, Any]:
+    """What a set's description says about its content."""
+    if of_set.get("env") != PROMPT_ENV:
+        return of_set
+    arguments = {k: v for k, v in of_set.get("env_args", {}).items() if k not in HOW_IT_IS_READ}
+    return {**of_set, "env_args": arguments}
+
+
+def _content(described: dict[str, Any]) -> dict[str, Any]:
+    return {**described, "sets": {name: content(s) for name, s in described.get("sets", {}).items()}}
 
 
 def refuse_other(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
     """Raises ConfigError, naming what differs, when an evaluation in ``folder`` was of something else."""
-    old, new = dict(_flat(before)), dict(_flat(now))
+    old, new = (dict(_flat(_content(described))) for described in (before, now))
     lines = [_difference(key, old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)]
     if lines:
         raise ConfigError(
