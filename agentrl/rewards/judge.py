@@ -19,7 +19,7 @@ from agentrl.tools.threads import run_blocking
 from agentrl.types import SamplingParams
 
 if TYPE_CHECKING:
-    from agentrl.rollout.openai_client import OpenAIClient
+    from agentrl.chat_api.client import OpenAIClient
 
 Message = dict[str, str]
 DEFAULT_KEY_ENV = "OPENAI_API_KEY"
@@ -190,7 +190,7 @@ class Judge(SharedReward):
     def _connection(self) -> _Connection:
         loop = asyncio.get_running_loop()
         if loop not in self._connections:
-            from agentrl.rollout.openai_client import OpenAIClient
+            from agentrl.chat_api.client import OpenAIClient
 
             for old in [known for known in self._connections if known.is_closed()]:
                 del self._connections[old]
@@ -207,7 +207,7 @@ class Judge(SharedReward):
 
     async def _ask(self, messages: list[Message], key: str) -> Any:
         """The score in the first reply that has one, which is then kept."""
-        from agentrl.rollout.openai_errors import ContextOverflow
+        from agentrl.chat_api.refusals import ContextOverflow
 
         connection = self._connection()
         params = SamplingParams(temperature=self.temperature, max_new_tokens=self.max_tokens)

@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 
+from agentrl.chat_api.client import OpenAIClient
+from agentrl.chat_api.refusals import ContextOverflow
+from agentrl.chat_api.reply import Reply, ServerCall
 from agentrl.errors import ConfigError, EngineError
 from agentrl.rollout.conversation import EpisodeEnd, EpisodeLimits, Turn
-from agentrl.rollout.openai_client import OpenAIClient
-from agentrl.rollout.openai_errors import ContextOverflow
 from agentrl.rollout.openai_messages import call_arguments, ended, outgoing, refuse_inline, tokens_about, turn_text
-from agentrl.rollout.openai_reply import Reply, ServerCall
 from agentrl.rollout.sampling import for_turn
 from agentrl.tools.parsers import Parsed, Parser, clean_text
 from agentrl.types import Message, SamplingParams, Segment, StopReason

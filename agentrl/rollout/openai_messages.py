@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from agentrl.chat_api.reply import Reply, ServerCall
 from agentrl.errors import ConfigError
-from agentrl.rollout.openai_reply import Reply, ServerCall
 from agentrl.tools.parsers import clean_text
 from agentrl.types import Message
 

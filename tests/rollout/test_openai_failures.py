@@ -9,10 +9,10 @@ import pytest
 from fake_openai import FakeOpenAI, completion, refused
 from rollout_cases import TASK, LookUp
 
+from agentrl.chat_api.refusals import ContextOverflow
 from agentrl.errors import ConfigError, EngineError
 from agentrl.rollout.conversation import EpisodeLimits
 from agentrl.rollout.openai import OpenAIClient, ServerChat
-from agentrl.rollout.openai_errors import ContextOverflow
 from agentrl.rollout.worker import EpisodeRunner
 from agentrl.types import SamplingParams, StopReason
 

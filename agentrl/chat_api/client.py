@@ -1,0 +1,324 @@
+"""Requests to a chat model behind any OpenAI-compatible server: retries, and what some servers do not take.
+
+``POST {base_url}/chat/completions``, not streamed. What is tried again until the deadline: no connection, HTTP 408,
+425, 429 and 5xx, an answer that is no JSON. ``Retry-After`` is honoured. What no retry mends (a wrong key, an unknown
+model, a used-up quota) is a :class:`~agentrl.errors.ConfigError`, which ends the whole evaluation at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from agentrl.chat_api.refusals import ContextOverflow, error_text, refusal
+from agentrl.chat_api.reply import Reply, parse_reply
+from agentrl.chat_api.transport import NoAnswer, ServerConnection
+from agentrl.errors import ConfigError, EngineError
+from agentrl.types import SamplingParams
+
+log = logging.getLogger(__name__)
+
+_GARBAGE_ATTEMPTS = 3
+_REFUSALS = 3
+"""Requests refused (HTTP 400) before any was answered after which the evaluation ends: it is not the tasks."""
+
+
+@dataclass
+class ServerCounters:
+    """Totals since the client was made. ``seconds`` sums over concurrent requests."""
+
+    requests: int = 0
+    retries: int = 0
+    failures: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    seconds: float = 0.0
+
+
+class OpenAIClient:
+    """Chat completions of one model. Use as an async context manager, or call :meth:`close`.
+
+    Args:
+        base_url: the API's root, such as ``https://host/v1``.
+        model: the model's name there; empty until :meth:`choose_model` finds it.
+        api_key: sent as a bearer token; None for servers without one. Never in a message or a log.
+        api_key_env: name of the environment variable it came from, for messages.
+        max_concurrency: requests in flight at most.
+        backoff: seconds before the first retry; doubles up to ``max_backoff``, with jitter.
+
+    Attributes:
+        notes: what the server does not take and was left out, for the record and for the reader of the score.
+
+    Raises:
+        ConfigError: the address or the key cannot be used.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str = "",
+        *,
+        api_key: str | None = None,
+        api_key_env: str = "",
+        max_concurrency: int | None = None,
+        backoff: float = 0.5,
+        max_backoff: float = 30.0,
+        connect_timeout: float = 10.0,
+    ) -> None:
+        self._server = ServerConnection(base_url, api_key, api_key_env, connect_timeout=connect_timeout)
+        self.model = model
+        self.notes: list[str] = []
+        self.counters = ServerCounters()
+        self._key_env = api_key_env
+        self._backoff, self._max_backoff = backoff, max_backoff
+        self._max_concurrency = max_concurrency
+        self._slots: asyncio.Semaphore | None = None
+        self._left_out: set[str] = set()
+        self._length_field = "max_tokens"
+        self._refusals = 0
+        self._reached = 0.0  # when the server was last there, on the monotonic clock
+        self._broken: str | None = None
+        if self._server.exposes_key:
+            self.note(f"the key of {api_key_env or 'the client'} goes to {self.base_url} unencrypted")
+
+    @property
+    def base_url(self) -> str:
+        return self._server.base_url
+
+    async def __aenter__(self) -> OpenAIClient:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections. The client can be used again afterwards."""
+        await self._server.close()
+
+    def metrics(self) -> dict[str, float]:
+        """The counters as one flat dict."""
+        return asdict(self.counters)
+
+    def broken(self) -> str | None:
+        """Why no answer can be expected any more: all through the time of a request no server was there."""
+        return self._broken
+
+    def note(self, text: str) -> None:
+        """Remember ``text`` once, and log it."""
+        if text not in self.notes:
+            self.notes.append(text)
+            log.warning("%s", text)
+
+    async def choose_model(self, wanted: str | None, *, timeout: float = 10.0) -> str:
+        """Settle which model is asked: ``wanted``, or the only one that the server lists.
+
+        Also the first contact: a wrong address or key shows here. A server without a list of models is fine.
+
+        Raises:
+            ConfigError: wrong key; no name given and not exactly one model listed.
+            EngineError: no server answers within ``timeout`` seconds.
+        """
+        listed = await self._listed_models(timeout)
+        if wanted:
+            if listed and wanted not in listed:
+                shown = ", ".join(sorted(listed)[:8]) + (", ..." if len(listed) > 8 else "")
+                self.note(f"the server does not list a model {wanted!r}; it lists {shown}")
+            self.model = wanted
+        elif listed is not None and len(listed) == 1:
+            self.model = listed[0]
+        else:
+            known = f"it lists {', '.join(sorted(listed)[:20])}" if listed else "it does not say which it has"
+            raise ConfigError(f"--model is needed to choose a model of {self.base_url}: {known}")
+        return self.model
+
+    async def complete(
+        self,
+        messages: Sequence[dict[str, Any]],
+        params: SamplingParams,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        seed: int | None = None,
+        timeout: float,
+    ) -> Reply:
+        """The model's answer to ``messages``, within ``timeout`` seconds.
+
+        Raises:
+            ConfigError: the server will refuse every request: wrong key, unknown model, no tools, no money.
+            ContextOverflow: the conversation is longer than the model takes.
+            EngineError: no valid answer in time, or this one request was refused.
+        """
+        started = time.monotonic()
+        try:
+            async with self._slot(started + timeout, timeout):
+                reply = await self._attempts(messages, params, tools, seed, started + timeout, timeout)
+        except EngineError:
+            self.counters.failures += 1
+            raise
+        counters = self.counters
+        counters.requests += 1
+        counters.prompt_tokens += reply.prompt_tokens or 0
+        counters.cached_tokens += reply.cached_tokens
+        counters.output_tokens += reply.output_tokens or 0
+        counters.seconds += time.monotonic() - started
+        return reply
+
+    async def _attempts(
+        self,
+        messages: Sequence[dict[str, Any]],
+        params: SamplingParams,
+        tools: Sequence[dict[str, Any]] | None,
+        seed: int | None,
+        deadline: float,
+        timeout: float,
+    ) -> Reply:
+        delay, reason, garbage = self._backoff, "", 0
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise self._no_answer(timeout, reason or "no time left to ask")
+            body = self._body(messages, params, tools, seed)
+            try:
+                status, content, wait = await self._server.exchange("POST", "/chat/completions", body, left)
+                self._reached, self._broken = time.monotonic(), None
+                if status == 200:
+                    return parse_reply(content)
+                self._judge(status, content, wait, body)
+                continue  # the request is sent again without what the server does not take
+            except NoAnswer as error:
+                self._reached = time.monotonic() if error.reached else self._reached
+                if not reason or time.monotonic() < deadline:  # that time was up says less than what came before
+                    reason = self._server.safe(str(error))
+                pause = max(delay * random.uniform(0.5, 1.0), error.after)
+            except ValueError as error:
+                garbage += 1
+                reason, pause = self._server.safe(str(error)), delay * random.uniform(0.5, 1.0)
+                if garbage == _GARBAGE_ATTEMPTS:
+                    raise EngineError(f"{self.base_url}/chat/completions: {reason}") from None
+            self.counters.retries += 1
+            if time.monotonic() + pause >= deadline:
+                if self._reached < deadline - timeout:
+                    self._broken = f"no server answers at {self.base_url} since {timeout:g} s: {reason}"
+                raise self._no_answer(timeout, reason)
+            await asyncio.sleep(pause)
+            delay = min(2 * delay, self._max_backoff)
+
+    def _body(
+        self,
+        messages: Sequence[dict[str, Any]],
+        params: SamplingParams,
+        tools: Sequence[dict[str, Any]] | None,
+        seed: int | None,
+    ) -> dict[str, Any]:
+        if "reasoning" in self._left_out:
+            messages = [{k: v for k, v in m.items() if not k.startswith("reasoning")} for m in messages]
+        body: dict[str, Any] = {"model": self.model, "messages": list(messages), "stream": False}
+        body[self._length_field] = params.max_new_tokens
+        optional: dict[str, Any] = {"temperature": params.temperature}
+        if params.top_p != 1.0:
+            optional["top_p"] = params.top_p
+        if params.top_k != -1:
+            optional["top_k"] = params.top_k
+        if params.stop:
+            optional["stop"] = list(params.stop)
+        if seed is not None:
+            optional["seed"] = seed
+        body |= {name: value for name, value in optional.items() if name not in self._left_out}
+        if tools:
+            body["tools"] = list(tools)
+        return body
+
+    def _judge(self, status: int, content: bytes, wait: float, body: dict[str, Any]) -> None:
+        """What an answer other than 200 means; returns when the request may be sent again in another form.
+
+        Raises: what :meth:`complete` raises, or NoAnswer.
+        """
+        text = self._server.safe(error_text(content))
+        verdict = refusal(status, content, body)
+        if verdict.kind == "transient":
+            raise NoAnswer(f"HTTP {status}: {text[:300]}", wait)
+        if verdict.kind == "overflow":
+            raise ContextOverflow(f"the server refused the request with HTTP {status}: {text}")
+        if verdict.kind == "rename":
+            self._length_field = verdict.field
+            return
+        if verdict.kind == "drop":
+            self._left_out.add(verdict.field)
+            self.note(f"the server takes no {verdict.field!r} for {self.model}: left out ({text[:200]})")
+            return
+        where = f"{self.base_url}/chat/completions"
+        if verdict.kind == "fatal":
+            raise ConfigError(f"{where} answered HTTP {status}: {text}. {self._advice(status, verdict.field)}")
+        self._refusals += 1
+        if self._refusals >= _REFUSALS and not self.counters.requests:
+            raise ConfigError(f"{where} refuses every request, with HTTP {status}: {text}")
+        raise EngineError(f"{where} refused the request with HTTP {status}: {text}")
+
+    def _advice(self, status: int, about: str) -> str:
+        """What to do about an answer that ends the evaluation."""
+        if about == "tools":
+            return (
+                "The environment's tools cannot be offered. Start the server with a tool-call parser (SGLang: "
+                "--tool-call-parser; vLLM: --enable-auto-tool-choice --tool-call-parser), or give the environment a "
+                "tag format"
+            )
+        if about == "quota":
+            return "No retry will help: see the account's quota"
+        if status in (401, 403):
+            state = f"the environment variable {self._key_env}" if self._key_env else "nowhere"
+            return f"The key is taken from {state}, which is {'set' if self._server.has_key else 'not set'}"
+        return f"Check --base-url (it usually ends with /v1) and --model (now {self.model!r})"
+
+    async def _listed_models(self, timeout: float) -> list[str] | None:
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                status, content, _ = await self._server.exchange("GET", "/models", None, deadline - time.monotonic())
+                break
+            except NoAnswer as error:
+                pause = self._backoff * random.uniform(0.5, 1.0)
+                if time.monotonic() + pause >= deadline:
+                    text = f"no server answers at {self.base_url}: {self._server.safe(str(error))}"
+                    raise EngineError(text + ". Is it running, and is --base-url right?") from None
+                await asyncio.sleep(pause)
+        if status == 401:
+            raise ConfigError(
+                f"{self.base_url} answered HTTP 401: {self._server.safe(error_text(content))}. {self._advice(401, '')}"
+            )
+        try:
+            entries = json.loads(content)["data"] if status == 200 else None
+            return None if entries is None else [str(entry["id"]) for entry in entries]
+        except (ValueError, TypeError, KeyError):
+            return None  # not every server has this list, and nothing but a default depends on it
+
+    @asynccontextmanager
+    async def _slot(self, deadline: float, timeout: float) -> AsyncIterator[None]:
+        if self._max_concurrency is None:
+            yield
+            return
+        if self._slots is None:
+            self._slots = asyncio.Semaphore(self._max_concurrency)
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise EngineError(
+                f"no free slot within {timeout:g} s: {self._max_concurrency} requests are in flight already"
+            ) from None
+        try:
+            yield
+        finally:
+            self._slots.release()
+
+    def _no_answer(self, timeout: float, reason: str) -> EngineError:
+        return EngineError(
+            f"{self.base_url} gave no answer within {timeout:g} s; last: {reason}. "
+            "A longer deadline is --engine-timeout"
+        )
