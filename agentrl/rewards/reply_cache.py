@@ -68,6 +68,7 @@ class ReplyCache:
 
     def put(self, key: str, reply: str) -> None:
         """Keep ``reply`` under ``key``. Blocks for the file."""
+        reply = reply.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate is no text of a database
         self._remember(key, reply)
         if self.path is None:
             return

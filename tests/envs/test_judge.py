@@ -423,3 +423,11 @@ def test_what_a_reader_raises_is_the_environments_error():
         assert isinstance(error, ZeroDivisionError)
         with pytest.raises(EnvError, match="finite number"):
             asyncio.run(RewardSet(Judge(server.url, "m", parse=lambda reply: "high"))("x", "4", row=ROW))
+
+
+def test_a_reply_that_is_no_valid_text_is_kept_in_a_file_too(tmp_path):
+    for cache in (tmp_path / "c.sqlite", True):
+        with JudgeServer(scripted("broken \ud800 character. Score: 5")) as server:
+            judge = Judge(server.url, "m", cache=cache)
+            assert judged(judge, "x") == judged(judge, "x") == [0.5]
+            assert len(server.requests) == 1
