@@ -32,7 +32,7 @@ class PromptEnv(ToolEnv):
         workers: Processes that make the index of them.
         cache_dir: Where the index is kept; None for the user's cache folder.
 
-    A column ``category`` of text is handed on as ``info["category"]``, for scores by category.
+    A column ``category`` is handed on as ``info["category"]``, for scores by category.
 
     Raises:
         DataError: The data cannot be used; the text names the line.
@@ -77,8 +77,6 @@ class PromptEnv(ToolEnv):
         observation, info = await super().areset(seed=seed, options=options)
         if not self.apply_chat_template:
             info["raw_prompt"] = self.row["prompt"]
-        if isinstance(self.row.get("category"), str):
-            info["category"] = self.row["category"]
         return observation, info
 
     def first_messages(self, row: dict[str, Any]) -> list[Message]:

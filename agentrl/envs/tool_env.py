@@ -189,7 +189,7 @@ class ToolEnv(Env):
         self._total = 0.0
         messages = self.first_messages(self.row)
         info: dict[str, Any] = {"task_id": str(self.row.get("task_id", f"{split}/{index}")), "messages": messages}
-        if "category" in self.row:
+        if self.row.get("category") is not None:  # null in a table, where other rows have one
             info["category"] = str(self.row["category"])
         if self._tools and self._parser.structured:
             info["tools"] = schemas

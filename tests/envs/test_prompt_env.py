@@ -144,3 +144,12 @@ def test_a_byte_order_mark_and_blank_lines_are_fine(tmp_path):
 @pytest.mark.filterwarnings("error")
 def test_the_checker_finds_nothing(sums):
     check_env(agentrl.make(SPEC, path=sums))
+
+
+def test_a_row_without_category_has_none(tmp_path):
+    """In a table every row has every column; what one has not is null."""
+    rows = [{"prompt": "a", "category": "x"}, {"prompt": "b", "category": 2}, {"prompt": "c", "category": None}]
+    path = write(tmp_path / "kinds.jsonl", *({**row, "label": "1"} for row in rows))
+    env = agentrl.make(SPEC, path=path)
+    found = [env.reset(options={"split": "all", "index": i})[1].get("category") for i in range(3)]
+    assert found == ["x", "2", None]
