@@ -328,7 +328,8 @@ class ToolEnv(Env):
         forged = re.compile(rf"<(/?)({tags})>", re.IGNORECASE)
         parts = []
         for text, result in zip(texts, results, strict=True):
-            text = forged.sub(r"[\1\2]", text) if result.error is None else text
+            if result.error is None or result.error.type is not ToolErrorType.PARSE:  # whose words name the tags
+                text = forged.sub(r"[\1\2]", text)
             parts.append(text if result.error else f"<{self.result_tag}>\n{text}\n</{self.result_tag}>")
         return [Message(role="user", content="\n".join(parts))]
 
