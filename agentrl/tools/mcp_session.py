@@ -66,7 +66,11 @@ class Server:
     @property
     def name(self) -> str:
         """The server as it is named in errors, without arguments and credentials."""
-        return self.url.partition("?")[0] if self.url else f"MCP server {os.path.basename(self.command[0])}"
+        if not self.url:
+            return f"MCP server {os.path.basename(self.command[0])}"
+        scheme, _, rest = self.url.partition("?")[0].partition("://")
+        host, slash, path = rest.partition("/")
+        return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
 
     @contextlib.asynccontextmanager
     async def connect(self, errors: _Tail) -> AsyncIterator[Any]:

@@ -320,6 +320,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
 def test_a_server_is_named_without_arguments_and_credentials():
     assert Server(command=("/opt/bin/tool", "--key", "x")).name == "MCP server tool"
     assert Server(url="http://host/mcp?key=x").name == "http://host/mcp"
+    assert Server(url="https://me:word@host:8000/mcp/a@b?key=x").name == "https://host:8000/mcp/a@b"
 
 
 def test_results_of_every_kind():
