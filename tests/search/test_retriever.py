@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -209,6 +210,30 @@ def test_a_server_that_hangs_is_given_up_in_time():
         assert client.patience < 0.5
         with pytest.raises(InfraError, match="Timeout"):
             client.search(["q"], 1)
+
+
+def test_searches_that_wait_for_a_connection_give_up_in_time():
+    """A server with a long queue is an infrastructure error to every search, the last in the queue included."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        client = HttpRetriever(url, timeout=0.3, retries=0, max_connections=1)
+        errors: list[tuple[float, str]] = []
+
+        def search() -> None:
+            started = time.monotonic()
+            with pytest.raises(InfraError) as caught:
+                client.search(["q"], 1)
+            errors.append((time.monotonic() - started, str(caught.value)))
+
+        threads = [threading.Thread(target=search) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    assert len(errors) == 12 and max(seconds for seconds, _ in errors) < 2.5, "one after another: 3.6 s"
+    assert any("no connection was free" in text for _, text in errors)
 
 
 def test_something_that_is_no_url_is_refused():

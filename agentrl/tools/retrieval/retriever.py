@@ -60,7 +60,7 @@ class HttpRetriever:
         timeout: seconds one attempt may take.
         retries: further attempts after connection errors, timeouts and answers 429 and 5xx.
         backoff: seconds before the first retry, doubled each time, with jitter.
-        max_connections: requests in flight at once; more of them wait.
+        max_connections: requests in flight at once; more of them wait, no longer than all attempts may take.
     """
 
     quick = False
@@ -82,7 +82,7 @@ class HttpRetriever:
             raise ConfigError(f"the retriever {url!r} is not a URL; expected http://host:port")
         self.url = url if url.endswith("/retrieve") else url + "/retrieve"
         key = api_key if api_key is not None else os.environ.get(KEY_VARIABLE)
-        self._retries = retries
+        self._timeout, self._retries = timeout, retries
         waits = sum(1.5 * backoff * 2**attempt for attempt in range(retries))
         self.patience = (retries + 1) * timeout + waits
         self._backoff = backoff
@@ -103,16 +103,22 @@ class HttpRetriever:
         import httpx
 
         payload = {"queries": list(queries), "topk": topk, "return_scores": True}
-        problem = ""
+        problem, deadline = "", time.monotonic() + self.patience
         for attempt in range(self._retries + 1):
             if attempt:
                 time.sleep(self._backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+            # A server under load is not the model's fault: the wait for a connection counts as waiting for an answer.
+            if not self._slots.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+                problem = problem or "no connection was free, the server is too slow for so many searches"
+                break
             try:
-                with self._slots:
-                    response = self._client.post(self.url, json=payload)
+                seconds = max(min(self._timeout, deadline - time.monotonic()), 0.01)
+                response = self._client.post(self.url, json=payload, timeout=seconds)
             except httpx.HTTPError as error:
                 problem = f"{type(error).__name__}: {error}"
                 continue
+            finally:
+                self._slots.release()
             if response.status_code == 200:
                 return _hits_of(response, len(payload["queries"]), self.url)
             problem = f"HTTP {response.status_code}: {response.text[:200]}"
