@@ -21,8 +21,8 @@ class CalculatorEnv(ToolEnv):
     last ``\boxed{}``) has the value of the answer, else 0. Only what the model wrote is read.
 
     Args:
-        difficulty: ``easy`` (one operation, numbers below 100), ``medium`` (two), ``hard`` (three, large numbers,
-            percentages); several joined by ``+`` take turns.
+        difficulty: ``easy`` (one operation, mostly numbers below 100), ``medium`` (two), ``hard`` (three or four,
+            large numbers, percentages); several joined by ``+`` take turns.
         task_seed: another seed, other problems.
         train_data: problems to train on instead, in any form that :func:`agentrl.load_tasks` takes.
         test_data: held-out problems; needed when ``train_data`` is given.
