@@ -15,6 +15,9 @@ from agentrl.warden import scratch_folder
 
 Action = Literal["list", "read", "write", "search"]
 
+MAX_FILES_SEARCHED = 10_000
+"""Files that one search looks at."""
+
 
 class FilesTool(Tool):
     """Lists, reads, writes and searches text files.
@@ -176,9 +179,10 @@ class FilesTool(Tool):
             raise JailError("give the text to search for")
         jail, wanted = self._opened(), text.casefold()
         matches: list[str] = []
-        left, searched = self.max_searched, 0
-        for entry in jail.files(path, 10_000):
-            if left <= 0 or len(matches) > self.max_listed:
+        left, searched, too_many = self.max_searched, 0, False
+        for place, entry in enumerate(jail.files(path, MAX_FILES_SEARCHED + 1)):
+            too_many = place == MAX_FILES_SEARCHED
+            if left <= 0 or too_many or len(matches) > self.max_listed:
                 break
             try:
                 data, _ = jail.read(entry.path, min(left, self.max_file))
@@ -193,8 +197,8 @@ class FilesTool(Tool):
         lines = matches[: self.max_listed]
         if len(matches) > self.max_listed:
             lines.append(f"[more than {self.max_listed} matches; search for something longer]")
-        if left <= 0:
-            lines.append(f"[stopped after {searched} files, {self.max_searched} bytes; search in a folder]")
+        if left <= 0 or too_many:
+            lines.append(f"[stopped after {searched} files, {self.max_searched - left} bytes; search in a folder]")
         return "\n".join(lines) or f"no match in {searched} files"
 
 

@@ -214,6 +214,15 @@ def test_the_number_of_files_and_folders_has_a_limit():
     tool.close()
 
 
+def test_a_search_that_did_not_see_every_file_says_so(monkeypatch: pytest.MonkeyPatch):
+    tool = FilesTool(files={f"{n}.txt": "word\n" for n in range(4)}).for_episode(None)
+    monkeypatch.setattr("agentrl.tools.files.MAX_FILES_SEARCHED", 3)
+    assert tool("search", text="absent") == "[stopped after 3 files, 15 bytes; search in a folder]"
+    monkeypatch.setattr("agentrl.tools.files.MAX_FILES_SEARCHED", 4)
+    assert tool("search", text="absent") == "no match in 4 files"
+    tool.close()
+
+
 def test_listing_and_searching_have_limits():
     tool = FilesTool(files={f"{n:02}.txt": "word\n" for n in range(9)}, max_listed=3, max_searched=20).for_episode(None)
     assert tool("list").splitlines()[2:] == ["02.txt (5 bytes)", "[more than 3 files; list a folder of them]"]
