@@ -51,7 +51,7 @@ class Worker:
     """One interpreter, from its start to its end.
 
     Args:
-        settings: the session's; see :func:`agentrl.tools.sandbox.tiers.settings_of`.
+        settings: the session's; see :meth:`agentrl.tools.sandbox.Sandbox.settings`.
 
     Raises:
         OSError: no process can be started.
