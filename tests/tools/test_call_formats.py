@@ -334,6 +334,12 @@ def test_any_arguments_are_read_or_refused(name, arguments):
         assert [c.arguments for c in parsed.tool_calls] == [arguments]
 
 
+@pytest.mark.parametrize("value", ["0x" + "f" * 20_000, "{0x" + "f" * 20_000 + ": 1}", "-0b" + "1" * 99_999])
+def test_a_number_that_python_cannot_write_out_is_refused(value):
+    (call,) = check(PARSERS["pythonic"], f"[search(query={value})]").tool_calls
+    assert call.error == "a number is too large"
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @given(text=TEXTS.filter(lambda t: "</think>" not in t))
 @settings(max_examples=30, deadline=None)
@@ -356,6 +362,8 @@ def test_a_megabyte_is_parsed_in_no_time(name):
         "[f(" + "a=1," * 100_000,
         "<tool_call>" + " " * 500_000 + "<arg_key>" + " " * 500_000,
         "<tool_call>f<arg_key>k</arg_key>" + "\\n" * 300_000 + "x<arg_value>v</arg_value></tool_call>",
+        "<tool_call>f" + " " * 500_000 + "x</tool_call>",
+        "<tool_call>f" + "\\n" * 300_000 + "x<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>",
         '{"name": "search", "parameters": ' * 30_000,
         "; ".join(['{"name": "now", "parameters": {}}'] * 30_000),
     ]

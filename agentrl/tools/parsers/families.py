@@ -31,10 +31,11 @@ class GlmParser(DetectorParser):
     _TAG = re.compile("(" + "|".join(inner) + ")")
     # Models also write the two characters \n where the template has a line's end.
     _GAP = re.compile(r"(?:\\n|\s)*\Z")
+    _GAP_BACKWARDS = re.compile(r"(?:n\\|\s)*")  # from the end: linear
 
     def _draft(self, body: str) -> Draft:
         first, *pieces = self._TAG.split(body, maxsplit=4 * MAX_ARGUMENTS + 1)
-        name = re.sub(r"(?:\\n|\s)+\Z", "", first).strip()
+        name = first[: len(first) - self._GAP_BACKWARDS.match(first[::-1]).end()].strip()
         if not name:
             raise Malformed(f"{self.opening} must be followed by the name of a tool")
         if len(pieces) > 8 * MAX_ARGUMENTS:

@@ -18,6 +18,8 @@ from agentrl.types import ToolCall
 
 MAX_CHARACTERS = 1 << 20
 """Length of a list of calls; a longer one is refused unread."""
+MAX_BITS = 14_000
+"""Of a whole number. Python writes out some 4,300 digits, and a hexadecimal literal can stand for more."""
 
 _TOKENS = ("<|python_start|>", "<|python_end|>")
 _LIST = re.compile(r"\s*(?=\[\s*[A-Za-z_][\w.]*\s*\()")
@@ -93,7 +95,8 @@ def _dotted(node: ast.expr) -> str:
 def _literal(node: ast.expr) -> Any:
     """A literal as a JSON value; keys of a dict become text, tuples become lists."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str | bool | int | float | None):
-        if isinstance(node.value, float) and node.value in (float("inf"), float("-inf")):
+        too_long = isinstance(node.value, int) and node.value.bit_length() > MAX_BITS
+        if too_long or (isinstance(node.value, float) and node.value in (float("inf"), float("-inf"))):
             raise Malformed("a number is too large")
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
@@ -105,7 +108,7 @@ def _literal(node: ast.expr) -> Any:
     if isinstance(node, ast.Dict):
         if not all(isinstance(key, ast.Constant) for key in node.keys):
             raise Malformed("the keys of a dict must be literals")
-        pairs = [(str(key.value), _literal(value)) for key, value in zip(node.keys, node.values, strict=True)]
+        pairs = [(str(_literal(key)), _literal(value)) for key, value in zip(node.keys, node.values, strict=True)]
         if len({key for key, _ in pairs}) < len(pairs):
             raise Malformed("a dict has a key twice")
         return dict(pairs)
