@@ -71,7 +71,7 @@ class TruncateToolOutput(Wrapper):
     cut. To cut by tokens over a whole episode, use ``--max-tool-output-tokens``.
     """
 
-    _END = re.compile(r"\s*</[\w-]+>\s*\Z")
+    _END = re.compile(r"</[\w-]+>\s*\Z")
 
     def __init__(self, env: gymnasium.Env[str, str], max_chars: int) -> None:
         super().__init__(env)
@@ -89,7 +89,8 @@ class TruncateToolOutput(Wrapper):
         return observation, *rest, info
 
     def _cut(self, text: str) -> str:
-        end = match.group() if (match := self._END.search(text)) else ""
+        match = self._END.search(text)
+        end = text[len(text[: match.start()].rstrip()) :] if match else ""
         surplus = len(text) - len(end) - self.max_chars
         return text if surplus <= 0 else f"{text[: self.max_chars]}\n[{surplus} more characters cut]{end}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -366,6 +367,14 @@ def test_truncated_tool_output():
     env.reset(seed=0)
     text = env.step(f"<echo>{'x' * 50}</echo>")[0]
     assert text == "<information>\nxxxxxx\n[44 more characters cut]\n</information>"
+
+
+def test_a_megabyte_of_white_space_is_cut_in_no_time():
+    env = wrappers.TruncateToolOutput(Ask(max_tool_output=2_000_000), 10)
+    env.reset(seed=0)
+    started = time.perf_counter()
+    assert "more characters cut" in env.step(call("echo", text=f"x{' ' * 1_000_000}y"))[0]
+    assert time.perf_counter() - started < 5.0
 
 
 def test_observation_history():
