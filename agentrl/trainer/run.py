@@ -234,9 +234,13 @@ def report(run: RunDir, progress: Progress) -> None:
     }
     if CheckpointStore(run.checkpoints).newest_step():
         following = {
+            "look at episodes that failed": f"agentrl show {folder} --failed",
             "evaluate the trained agent": f"agentrl eval --run {folder}",
             "write it as a Hugging Face model": f"agentrl export --run {folder} --output-dir my-agent",
         } | following
+        if evaluations and evaluations[0]["step"] != evaluations[-1]["step"]:
+            ends = f"{folder}@{evaluations[0]['step']} {folder}@{evaluations[-1]['step']}"
+            following = {"what training changed, task by task": f"agentrl compare {ends}"} | following
     if CheckpointStore(run.checkpoints).best_so_far() is not None:
         following = {"evaluate the best checkpoint": f"agentrl eval --run {folder} --checkpoint best"} | following
     lines = [f"  {name:<13} {value}" for name, value in places.items()]
