@@ -156,7 +156,7 @@ class Episode:
         """Who takes part, as the reset says: one agent, or those that ``info["prompts"]`` names."""
         self._acting.opening = Opening.of(info)
         prompts = info.get("prompts")
-        if prompts is None:
+        if prompts is None or "agent" not in info:  # an environment of one agent may use the word for its own ends
             return
         self._several = True
         waited = self._acting.env_seconds

@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from agentrl import Env
 from agentrl.envs.agents import MultiAgentEnv
 from agentrl.errors import ConfigError, EngineError, EnvError
 from agentrl.rollout.episode import EpisodeLimits, play_episode, run_episode
@@ -210,6 +211,18 @@ def test_a_custom_generate_function_plays_all_of_it(run, chat):
     (trajectory,) = play(run, Hints(), chat, script=["wet", "sea", "falls", "rain"], generate=generate)
     assert (trajectory.trajectory_id, trajectory.group_id, trajectory.agent) == ("g7-000", "g7", "agent")
     assert (trajectory.reward, trajectory.num_turns) == (4.0, 4)
+
+
+def test_an_environment_of_one_agent_may_have_prompts_of_its_own(run, chat):
+    class Single(Env):
+        def reset(self, *, seed=None, options=None):
+            return "Say hello.", {"prompts": ["a", "b"]}
+
+        def step(self, action):
+            return "", 1.0, True, False, {}
+
+    (trajectory,) = play(run, Single(), chat, script=["hello"])
+    assert (trajectory.agent, trajectory.stop_reason, trajectory.reward) == ("agent", StopReason.DONE, 1.0)
 
 
 def test_run_episode_is_for_one_agent(run, chat):
