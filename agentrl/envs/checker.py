@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import json
+import random
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -19,26 +22,26 @@ from gymnasium.utils import env_checker
 from agentrl.envs.core import Env
 from agentrl.envs.fuzz import fuzz_actions
 from agentrl.envs.gym_adapter import GymEnv
+from agentrl.envs.info_checks import CheckFailed, check_end, check_json, check_messages, check_start
 from agentrl.envs.registry import make as make_env
 from agentrl.envs.registry import with_async
+from agentrl.envs.tool_env import ToolEnv
 from agentrl.envs.tool_schemas import schema_problems
 from agentrl.envs.wrapper import Wrapper
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.tools.threads import run_blocking, run_coroutine
-from agentrl.types import StopReason
 
 Make = Callable[[], Env | Wrapper]
 
 SAMPLED_TASKS = 32
-"""Tasks of each split that are compared with those of the others."""
+"""Tasks of each split whose beginning is compared with that of the others."""
+MOST_TASKS = 2000
+"""Tasks of each split that are compared where all of a task is known, in ``SAMPLED_SECONDS`` as many as fit."""
+SAMPLED_SECONDS = 2.0
 TURNS = 12
 """Turns of an episode that is played for comparison."""
 CHECK_SECONDS = 120.0
 """Time of one check."""
-
-
-class CheckFailed(Exception):
-    """What a check found wrong; the text says it."""
 
 
 class NothingToCheck(Exception):
@@ -155,6 +158,8 @@ def _check_any_text(make: Make) -> str:
     """Nothing a model writes may raise, and every transition keeps the contract."""
     env = make()
     _, info = env.reset(seed=0)
+    check_start(info)
+    start = info["messages"]
     actions = _actions(env, info, np.random.default_rng(0))
     episodes = 1
     for action in actions:
@@ -164,9 +169,11 @@ def _check_any_text(make: Make) -> str:
             raise
         except Exception as error:
             raise CheckFailed(f"step raised on {action!r:.60}: {_described(error)}") from error
+        if len(info["messages"]) > len(start) and info["messages"][: len(start)] == start:
+            raise CheckFailed("info['messages'] after a step repeats the conversation; it holds the new messages only")
         if terminated or truncated:
-            _check_end(info, terminated)
-            env.reset(seed=episodes)
+            check_end(info)
+            start = env.reset(seed=episodes)[1]["messages"]
             episodes += 1
     env.close()
     return f"{len(actions)} actions, {episodes} episodes"
@@ -236,23 +243,27 @@ def _check_splits_are_disjoint(make: Make) -> str:
     env = make()
     if isinstance(env.unwrapped, GymEnv):
         raise NothingToCheck("tasks are seeds: even ones in train, odd ones in test")
-    sampled = {split: _tasks(env, split) for split in env.splits if split != "all"}
+    splits = [split for split in env.splits if split != "all"]
+    begun = {split: _tasks(env, split, SAMPLED_TASKS) for split in splits}
+    # A row is all of a task, so that many can be compared; games that begin alike may go on otherwise.
+    whole = isinstance(env.unwrapped, ToolEnv)
+    rows = {split: _tasks(env, split, MOST_TASKS, with_row=True) for split in splits} if whole else begun
     env.close()
-    filled = {split: tasks for split, (_, tasks) in sampled.items() if tasks}
+    filled = [split for split, (_, tasks) in rows.items() if tasks]
     if len(filled) < 2:
         raise NothingToCheck(f"there is one split with tasks: {', '.join(filled) or 'none'}")
-    if all(len(tasks) <= count // 2 for count, tasks in sampled.values()):
+    begin_alike = all(len(tasks) <= count // 2 for count, tasks in begun.values())
+    if begin_alike and not whole:
         raise NothingToCheck("tasks begin alike, so the first messages do not tell them apart")
-    splits = list(filled)
-    for i, split in enumerate(splits):
-        for other in splits[i + 1 :]:
-            if common := sorted(filled[split].keys() & filled[other].keys()):
-                text, share = common[0], len(common)
+    for sampled in (rows,) if begin_alike else (begun, rows):
+        for split, other in itertools.combinations(filled, 2):
+            one, another = sampled[split][1], sampled[other][1]
+            if common := sorted(one.keys() & another.keys()):
                 raise CheckFailed(
-                    f"{share} of {len(filled[other])} sampled tasks of {other!r} are in {split!r} too, such as "
-                    f"{filled[other][text]}: {json.loads(text)[-1]['content']!r:.80}"
+                    f"{len(common)} of {len(another)} sampled tasks of {other!r} are in {split!r} too, such as "
+                    f"{another[common[0]]}: {json.loads(common[0])[0][-1]['content']!r:.80}"
                 )
-    return ", ".join(f"{len(tasks)} of {split}" for split, tasks in filled.items())
+    return ", ".join(f"{len(rows[split][1])} of {split}" for split in filled)
 
 
 CHECKS = (
@@ -295,37 +306,29 @@ def _checked_step(env: Any, action: str) -> Any:
     info = result[4]
     if result[0] not in env.observation_space:
         raise CheckFailed(f"the observation {result[0]!r:.60} is not in {env.observation_space!r}")
-    for message in info["messages"]:
-        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise CheckFailed(f"info['messages'] holds {message!r:.80}; 'role' and 'content' as text are expected")
+    check_messages(info["messages"], "info['messages']")
     for name, value in (info.get("rewards") or {}).items():
         if not np.isfinite(float(value)):
             raise CheckFailed(f"info['rewards'][{name!r}] is {value!r}; a finite number is expected")
-    try:
-        json.dumps(info, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise CheckFailed(f"info after a step cannot be stored as JSON: {error}") from error
+    check_json(info, "step")
     return result
 
 
-def _check_end(info: dict[str, Any], terminated: bool) -> None:
-    reason = info.get("stop_reason")
-    if reason not in set(StopReason):
-        raise CheckFailed(f"stop_reason {reason!r} is none of {', '.join(StopReason)}")
-    if info.get("success") not in (None, True, False):
-        raise CheckFailed(f"info['success'] is {info['success']!r}; a bool is expected")
-
-
-def _tasks(env: Any, split: str) -> tuple[int, dict[str, str]]:
-    """How many tasks were sampled, and their first messages as JSON, each with the id of one task that has them."""
+def _tasks(env: Any, split: str, most: int, *, with_row: bool = False) -> tuple[int, dict[str, str]]:
+    """How many tasks were sampled; and their first messages (and rows) as JSON, each with the id of one such task."""
     count = env.num_tasks(split)
-    chosen = range(SAMPLED_TASKS) if count is None else np.random.default_rng(0).permutation(count)[:SAMPLED_TASKS]
+    chosen = range(SAMPLED_TASKS) if count is None else random.Random(0).sample(range(count), min(count, most))
     found: dict[str, str] = {}
-    for number in map(int, chosen):
+    sampled, end = 0, time.monotonic() + SAMPLED_SECONDS
+    for number in chosen:
+        if sampled >= SAMPLED_TASKS and time.monotonic() > end:
+            break
         index = {} if count is None else {"index": number}
         _, info = env.reset(seed=number, options={"split": split, **index})
-        found[json.dumps(info["messages"], sort_keys=True)] = info["task_id"]
-    return len(chosen), found
+        row = {k: v for k, v in env.unwrapped.row.items() if k not in ("task_id", "split")} if with_row else None
+        found[json.dumps([info["messages"], row], sort_keys=True, default=repr)] = info["task_id"]
+        sampled += 1
+    return sampled, found
 
 
 def _same(one: list[Any], other: list[Any], what: str) -> None:

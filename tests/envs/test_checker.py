@@ -108,6 +108,71 @@ class BadTool(Good):
         return observation, {**info, "tools": [{"type": "function", "function": {"name": "a b", "parameters": {}}}]}
 
 
+class StartInfo(Good):
+    started: dict[str, Any] = {}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        observation, info = super().reset(seed=seed, options=options)
+        return observation, {**info, **self.started}
+
+
+class StopsAtLetters(StartInfo):
+    started = {"stop": "</x>"}
+
+
+class NumberedTask(StartInfo):
+    started = {"task_id": 7}
+
+
+class NoContent(StartInfo):
+    started = {"messages": [{"role": "user"}]}
+
+
+class NothingSaid(StartInfo):
+    started = {"messages": []}
+
+
+class KeepsASet(StartInfo):
+    started = {"seen": {1, 2}}
+
+
+class ToolsAsText(StartInfo):
+    started = {"tools": "search"}
+
+
+class Calls(StartInfo):
+    """A few-shot turn in the OpenAI form is fine."""
+
+    started = {
+        "messages": [
+            {"role": "user", "content": "Look."},
+            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+            {"role": "tool", "content": "Nothing.", "tool_call_id": "a"},
+        ]
+    }
+
+
+class Repeats(Good):
+    def step(self, action: str) -> Any:
+        said = [{"role": "assistant", "content": action}, {"role": "user", "content": "No."}]
+        return "No.", 0.0, False, False, {"messages": [{"role": "user", "content": f"Say {self.number}."}, *said]}
+
+
+class FewOverlap(agentrl.ToolEnv):
+    reward = "exact_match"
+    tasks = {"train": [(f"q{i}", "a") for i in range(1000)], "test": [(f"q{i}", "a") for i in range(995, 1300)]}
+
+
+class FewCountries(agentrl.ToolEnv):
+    """So few tasks that they look like those of a game, which begin alike."""
+
+    reward = "exact_match"
+
+    def task(self, rng: Any, split: str) -> Any:
+        country = str(rng.choice(["Peru", "Chad", "Laos", "Oman"]))
+        return f"What is the capital of {country}?", country
+
+
 class Down(Good):
     def step(self, action: str) -> Any:
         raise InfraError("nobody is there")
@@ -139,6 +204,15 @@ def test_a_good_environment_passes_and_its_report_says_so():
         (Unseeded, "gymnasium", "AssertionError"),
         (BadTool, "tool schemas", "named 'a b'"),
         (Down, "any text", "InfraError: nobody is there"),
+        (StopsAtLetters, "any text", r"info\['stop'\] is '</x>'; a list of strings"),
+        (NumberedTask, "any text", r"info\['task_id'\] is 7; text"),
+        (NoContent, "any text", "'role' and 'content' as text"),
+        (NothingSaid, "any text", "is empty"),
+        (KeepsASet, "any text", "info after a reset cannot be stored as JSON"),
+        (ToolsAsText, "any text", r"info\['tools'\] is 'search'; a list of schemas"),
+        (Repeats, "any text", "repeats the conversation"),
+        (FewOverlap, "splits are disjoint", "5 of 305 sampled tasks of 'test'"),
+        (FewCountries, "splits are disjoint", "4 of 4 sampled tasks of 'test'"),
     ],
 )
 def test_what_is_wrong_is_found(cls, check, reason):
@@ -148,6 +222,11 @@ def test_what_is_wrong_is_found(cls, check, reason):
     found = {result.name: result for result in report.results}[check]
     assert not report.ok and found.outcome == "failed", str(report)
     assert re.search(reason, found.reason), found.reason
+
+
+def test_turns_in_the_openai_form_may_open_the_conversation():
+    found = {result.name: result for result in check_env(Calls).results}
+    assert found["any text"].outcome == "passed", found
 
 
 def test_ways_that_differ_are_found(monkeypatch):

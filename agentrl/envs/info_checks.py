@@ -1,0 +1,57 @@
+"""Whether ``info`` has the form in which the episode loop, the store and the scores read it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from agentrl.types import StopReason
+
+
+class CheckFailed(Exception):
+    """What a check found wrong; the text says it."""
+
+
+def check_start(info: dict[str, Any]) -> None:
+    """The ``info`` of a reset: what the loop reads there has the form that it reads."""
+    for name in ("task_id", "category", "raw_prompt"):
+        if not isinstance(info.get(name, ""), str):
+            raise CheckFailed(f"info[{name!r}] is {info[name]!r:.80}; text is expected")
+    if not info["messages"]:
+        raise CheckFailed("info['messages'] after a reset is empty; the conversation needs a first message")
+    prompts = {"info": info, **{f"info['prompts'][{name!r}]": part for name, part in info.get("prompts", {}).items()}}
+    for where, prompt in prompts.items():
+        check_messages(prompt["messages"], f"{where}['messages']")
+        stop = prompt.get("stop") or ()
+        if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) for text in stop):
+            raise CheckFailed(f"{where}['stop'] is {stop!r:.80}; a list of strings is expected")
+        if not isinstance(prompt.get("tools") or (), (list, tuple)):
+            raise CheckFailed(f"{where}['tools'] is {prompt['tools']!r:.80}; a list of schemas is expected")
+    check_json(info, "reset")
+
+
+def check_messages(messages: Any, where: str) -> None:
+    """Messages as chat templates take them."""
+    for message in messages:
+        said = [message.get("role"), message.get("content")] if isinstance(message, dict) else [None]
+        if said[-1] is None and isinstance(message, dict) and message.get("tool_calls"):
+            said.pop()  # the OpenAI form of a turn that only calls
+        if not all(isinstance(text, str) for text in said):
+            raise CheckFailed(f"{where} holds {message!r:.80}; a dict with 'role' and 'content' as text is expected")
+
+
+def check_json(info: dict[str, Any], after: str) -> None:
+    """What is kept in the record of an episode can be written down."""
+    try:
+        json.dumps(info, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise CheckFailed(f"info after a {after} cannot be stored as JSON: {error}") from error
+
+
+def check_end(info: dict[str, Any]) -> None:
+    """The ``info`` of a last step: why the episode ended, and whether it is a success."""
+    reason = info.get("stop_reason")
+    if reason not in set(StopReason):
+        raise CheckFailed(f"stop_reason {reason!r} is none of {', '.join(StopReason)}")
+    if info.get("success") not in (None, True, False):
+        raise CheckFailed(f"info['success'] is {info['success']!r}; a bool is expected")
