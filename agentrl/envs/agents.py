@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import gymnasium
+
 from agentrl.envs.core import Env, checked_reward
 from agentrl.errors import ConfigError, EnvError
 from agentrl.types import Message
@@ -120,6 +122,18 @@ class MultiAgentEnv(Env):
                 f"{type(self).__name__}.{where} names the agent {name!r}; the agents are {', '.join(self.agents)}."
             )
         return name
+
+
+def acting_agent(env: gymnasium.Env[Any, Any]) -> str:
+    """Whose turn it is in ``env``, in wrappers or not; empty where there is only one."""
+    inside = env.unwrapped
+    return inside.acting if isinstance(inside, MultiAgentEnv) else ""
+
+
+def shares_of(env: gymnasium.Env[Any, Any], reward: float, info: Mapping[str, Any]) -> dict[str, float]:
+    """What each agent of ``env`` gets of a step that gave ``reward`` and ``info``."""
+    given = info.get("agent_rewards")
+    return dict.fromkeys(env.unwrapped.agents, reward) if given is None else dict(given)
 
 
 def _prompt(given: Any, where: str) -> dict[str, Any]:

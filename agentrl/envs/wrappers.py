@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from agentrl.envs.agents import acting_agent, shares_of
 from agentrl.envs.core import Env
 from agentrl.envs.task_list import read_task_list
+from agentrl.envs.tool_env import ToolEnv
 from agentrl.envs.wrapper import Start, Transition, Wrapper
 from agentrl.errors import ConfigError, InfraError
 from agentrl.rewards import RewardSet
@@ -99,13 +101,14 @@ class ObservationHistory(Wrapper):
     """Puts the last ``n`` turns before each observation, for policies that see only the current one.
 
     A model in the episode loop reads the whole conversation as it is. This wrapper is for Gymnasium policies
-    without memory, and for custom generate functions that start each turn from an empty conversation.
+    without memory, and for custom generate functions that start each turn from an empty conversation. Where several
+    agents take turns, each is shown its own.
     """
 
     def __init__(self, env: gymnasium.Env[str, str], n: int) -> None:
         super().__init__(env)
         self.n = _whole("ObservationHistory", "n", n, at_least=1)
-        self._past: deque[str] = deque(maxlen=n)
+        self._past: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=n))  # by agent
         self._last = ""
 
     async def areset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
@@ -114,16 +117,19 @@ class ObservationHistory(Wrapper):
         return self._last, info
 
     async def astep(self, action: str) -> Transition:
+        actor = acting_agent(self)
         observation, *rest, info = await super().astep(action)
-        self._past.append(f"[observation]\n{self._last}\n[action]\n{action}\n")
+        self._past[actor].append(f"[observation]\n{self._last}\n[action]\n{action}\n")
         self._last = observation
-        return f"{''.join(self._past)}[observation]\n{observation}", *rest, info
+        past = "".join(self._past[acting_agent(self)])
+        return f"{past}[observation]\n{observation}" if past else observation, *rest, info
 
 
 class ShapeReward(Wrapper):
     """Adds a reward of yours to each turn's.
 
-    What counts as success stays as it was: an environment that leaves it to the reward is judged by its own.
+    What counts as success stays as it was: an environment that leaves it to the reward is judged by its own. Where
+    several agents take turns, the one whose action it was gets what is added.
 
     Args:
         env: The environment.
@@ -145,6 +151,7 @@ class ShapeReward(Wrapper):
         return await super().areset(seed=seed, options=options)
 
     async def astep(self, action: str) -> Transition:
+        actor = acting_agent(self)
         observation, reward, terminated, truncated, info = await super().astep(action)
         self._own += reward
         parts = await self._shaping(
@@ -154,9 +161,13 @@ class ShapeReward(Wrapper):
         for name, value in parts.items():
             rewards[name] = rewards.get(name, 0.0) + value
         info["rewards"] = rewards
+        added = sum(parts.values())
+        if actor:
+            shares = shares_of(self, reward, info)
+            info["agent_rewards"] = {**shares, actor: shares.get(actor, 0.0) + added}
         if terminated:
             info.setdefault("success", self._own > 0)
-        return observation, reward + sum(parts.values()), terminated, truncated, info
+        return observation, reward + added, terminated, truncated, info
 
 
 class RecordEpisodes(Wrapper):
@@ -164,7 +175,8 @@ class RecordEpisodes(Wrapper):
 
     A line holds ``task_id``, ``seed``, ``options``, ``messages`` with the model's turns, ``turn_rewards``, their sum
     ``reward``, the named ``rewards``, ``num_turns``, ``tool_calls``, ``success``, ``stop_reason``, and ``finished``:
-    false for an episode that was left before its end. Put it outermost to record what the model saw.
+    false for an episode that was left before its end. Where several agents take turns, also their ``prompts`` and
+    ``agent_rewards``, and each turn has the agent's ``name``. Put it outermost to record what the model saw.
     """
 
     _writing = threading.Lock()
@@ -191,13 +203,19 @@ class RecordEpisodes(Wrapper):
             "stop_reason": None,
             "finished": False,
         }
+        if acting_agent(self):
+            self._record |= {"prompts": copy.deepcopy(info["prompts"]), "agent_rewards": {}}
         return observation, info
 
     async def astep(self, action: str) -> Transition:
+        actor = acting_agent(self)
         observation, reward, terminated, truncated, info = await super().astep(action)
         record = self._record
         assert record is not None  # a step without a reset was refused above
-        record["messages"] += [{"role": "assistant", "content": action}, *copy.deepcopy(info["messages"])]
+        turn = {"role": "assistant", "content": action} | ({"name": actor} if actor else {})
+        record["messages"] += [turn, *copy.deepcopy(info["messages"])]
+        for name, share in (shares_of(self, reward, info) if actor else {}).items():
+            record["agent_rewards"][name] = record["agent_rewards"].get(name, 0.0) + share
         record["turn_rewards"].append(reward)
         record["reward"] += reward
         for name, value in (info.get("rewards") or {}).items():
@@ -255,7 +273,9 @@ class RetryOnInfraError(Wrapper):
         self._random = copy.deepcopy({name: inside[name] for name in self._RANDOM if name in inside})
         for attempt in range(self.attempts):
             try:
-                return await self._begin()
+                start = await self._begin()
+                self._start = copy.deepcopy(_said_first(start))
+                return start
             except InfraError as error:
                 await self._wait(attempt, error)
         raise AssertionError("the last attempt raises")
@@ -279,14 +299,16 @@ class RetryOnInfraError(Wrapper):
         return await super().areset(seed=self._seed, options=copy.deepcopy(self._options))
 
     async def _play_again(self) -> None:
-        await self._begin()
+        self._compare(_said_first(await self._begin()), self._start)
         for action, before in self._past:
-            now = await super().astep(action)
-            if now[:4] != before[:4]:
-                raise InfraError(
-                    f"the episode cannot be played again after a failure: {type(self.unwrapped).__name__} now answers "
-                    f"{now[0]!r:.80} where it answered {before[0]!r:.80}"
-                )
+            self._compare((await super().astep(action))[:4], before[:4])
+
+    def _compare(self, now: tuple[Any, ...], before: tuple[Any, ...]) -> None:
+        if now != before:
+            raise InfraError(
+                f"the episode cannot be played again after a failure: {type(self.unwrapped).__name__} now answers "
+                f"{now[0]!r:.80} where it answered {before[0]!r:.80}"
+            )
 
     async def _wait(self, attempt: int, error: InfraError) -> None:
         if attempt + 1 >= self.attempts:
@@ -309,7 +331,7 @@ class FixedTasks(Wrapper):
             that name their ``split`` (``test`` where they do not).
 
     Raises:
-        ConfigError: A task has keys that mean nothing, or there are none.
+        ConfigError: A task has keys that mean nothing or a prompt that the environment cannot take, or there are none.
         DataError: The file is missing or a line of it is no task.
     """
 
@@ -318,6 +340,14 @@ class FixedTasks(Wrapper):
     ) -> None:
         super().__init__(env)
         self._tasks = read_task_list(tasks)
+        inside = self.unwrapped
+        if not isinstance(inside, ToolEnv) and any(
+            "prompt" in task for tasks in self._tasks.values() for task in tasks
+        ):
+            raise ConfigError(
+                f"FixedTasks: a task with a 'prompt' is a row for a ToolEnv, and {type(inside).__name__} is none: say by "
+                "'seed', 'index' or 'options' which of its own tasks is meant."
+            )
         self.splits = tuple(self._tasks)
         self._drawing: np.random.Generator | None = None
 
@@ -353,6 +383,12 @@ class FixedTasks(Wrapper):
         if isinstance(index, bool) or not isinstance(index, (int, np.integer)) or not 0 <= index < count:
             raise ConfigError(f"FixedTasks: there is no task {index!r:.60} in split {split!r}; it has {count}, from 0.")
         return int(index)
+
+
+def _said_first(start: Start) -> tuple[Any, ...]:
+    """Of a reset, what tells one task from another."""
+    observation, info = start
+    return observation, info["messages"], info.get("task_id")
 
 
 def _whole(where: str, name: str, value: Any, *, at_least: int) -> int:

@@ -501,6 +501,68 @@ def test_retries_end():
             wrappers.RetryOnInfraError(Guess(), **bad)
 
 
+def test_a_retry_does_not_go_on_in_another_task():
+    inner = Flaky()
+    env = wrappers.RetryOnInfraError(wrappers.FixedTasks(inner, [{"seed": s} for s in range(50)]), backoff=0.0)
+    env.reset()
+    inner.fails = (inner.calls + 1,)  # the list draws another task when it is asked again without a seed
+    with pytest.raises(InfraError, match="cannot be played again"):
+        env.step("a")
+
+
+class Whisper(agentrl.MultiAgentEnv):
+    """A word goes from one to the other; what each is told is the other's secret."""
+
+    agents = ("teller", "writer")
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        return "The word is rain.", {"prompts": {"teller": "Describe.", "writer": "Guess."}}
+
+    def step(self, action: str) -> Any:
+        over = action == "rain"
+        if self.acting == "teller":
+            return f"hint: {action}", 0.5, False, False, {}
+        return f"wrong: {action}", 0.0, over, False, {"agent_rewards": {"writer": 2.0 * over}}
+
+
+def test_histories_of_agents_are_apart():
+    env = wrappers.ObservationHistory(Whisper(), 2)
+    env.reset(seed=0)
+    observation, *_, info = env.step("wet")
+    assert observation == "hint: wet" and info["messages"] == [{"role": "user", "content": "hint: wet"}]
+    observation = env.step("sea")[0]
+    assert observation == "[observation]\nThe word is rain.\n[action]\nwet\n[observation]\nwrong: sea"
+    assert env.step("from above")[0].startswith("[observation]\nhint: wet\n[action]\nsea\n[observation]\nhint:")
+
+
+def test_shaping_goes_to_who_acted():
+    env = wrappers.ShapeReward(Whisper(), length)
+    env.reset(seed=0)
+    _, reward, *_, info = env.step("x" * 10)
+    assert reward == pytest.approx(0.4)
+    assert info["agent_rewards"] == {"teller": pytest.approx(0.4), "writer": 0.5}
+    _, reward, *_, info = env.step("x" * 20)
+    assert info["agent_rewards"] == {"writer": pytest.approx(-0.2)}
+
+
+def test_records_say_who_spoke_and_what_each_earned(tmp_path):
+    env = wrappers.RecordEpisodes(wrappers.ShapeReward(Whisper(), length), tmp_path)
+    env.reset(seed=0)
+    env.step("wet")
+    env.step("rain")
+    (file,) = tmp_path.iterdir()
+    record = json.loads(file.read_text())
+    assert [m.get("name") for m in record["messages"] if m["role"] == "assistant"] == ["teller", "writer"]
+    assert record["prompts"]["writer"]["messages"][0]["content"] == "Guess."
+    assert record["agent_rewards"] == {"teller": pytest.approx(0.47), "writer": pytest.approx(2.46)}
+
+
+def test_a_prompt_is_refused_where_nothing_reads_it():
+    with pytest.raises(ConfigError, match="Guess is none"):
+        wrappers.FixedTasks(Guess(), [{"prompt": "1 + 1?"}])
+
+
 def test_fixed_tasks_of_a_tool_env(tmp_path):
     rows = [
         {"prompt": "1 + 1?", "answer": "2", "split": "train"},
