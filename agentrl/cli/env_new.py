@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import keyword
 import re
 import sys
@@ -92,6 +93,11 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"{name!r}: a name of lower-case letters, digits, - and _ is expected, such as warehouse.")
     if keyword.iskeyword(module) or module in sys.stdlib_module_names or module in ("agentrl", "tests"):
         raise ConfigError(f"{name!r} is a name of Python's own or of agentrl; choose another.")
+    there = importlib.util.find_spec(module)
+    if there is not None and there.origin is not None:
+        raise ConfigError(
+            f"a package {module!r} is installed already, and this one would hide it; choose another name."
+        )
     if name in registered():
         raise ConfigError(f"there is an environment {name!r} already; choose another name.")
 

@@ -131,7 +131,7 @@ class Turns:
 
     def _expanded(self, line: str) -> str:
         """``/call`` written as a call, any other line as it is."""
-        if not line.startswith("/call"):
+        if line.partition(" ")[0] != "/call":
             return line
         try:
             _, *words = shlex.split(line)

@@ -340,13 +340,11 @@ class FixedTasks(Wrapper):
     ) -> None:
         super().__init__(env)
         self._tasks = read_task_list(tasks)
-        inside = self.unwrapped
-        if not isinstance(inside, ToolEnv) and any(
-            "prompt" in task for tasks in self._tasks.values() for task in tasks
-        ):
+        rows = any("prompt" in task for listed in self._tasks.values() for task in listed)
+        if rows and not isinstance(self.unwrapped, ToolEnv):
             raise ConfigError(
-                f"FixedTasks: a task with a 'prompt' is a row for a ToolEnv, and {type(inside).__name__} is none: say by "
-                "'seed', 'index' or 'options' which of its own tasks is meant."
+                f"FixedTasks: a task with a 'prompt' is for a ToolEnv, and {type(self.unwrapped).__name__} is none; "
+                "say by 'seed', 'index' or 'options' which of its own tasks is meant."
             )
         self.splits = tuple(self._tasks)
         self._drawing: np.random.Generator | None = None

@@ -131,6 +131,12 @@ def test_calls_in_other_formats():
         written_call("search", {"query": "x"}, "glm")
 
 
+def test_a_word_that_only_begins_like_a_command_is_a_turn(capsys, type_in):
+    type_in("/calling it a day\n")
+    assert main(["env", "play", SHOP]) == 0
+    assert "[you] /calling it a day" in capsys.readouterr().out
+
+
 def test_a_new_package_passes_as_it_is(tmp_path, capsys):
     assert main(["env", "new", "ware-house", "--dir", str(tmp_path)]) == 0
     folder = tmp_path / "ware-house"
@@ -169,7 +175,9 @@ def test_an_installed_package_is_known_by_its_name(tmp_path):
     assert "depot        train, test  Add up what lies on two shelves." in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["Ware", "a b", "json", "class", "search", "../x", "x-", "agentrl", "1x", "tests"])
+@pytest.mark.parametrize(
+    "name", ["Ware", "a b", "json", "class", "search", "../x", "x-", "agentrl", "1x", "tests", "numpy", "test"]
+)
 def test_names_that_cannot_be_are_refused(name, tmp_path, capsys):
     assert main(["env", "new", name, "--dir", str(tmp_path)]) == 2
     assert name in capsys.readouterr().err and not list(tmp_path.iterdir())
