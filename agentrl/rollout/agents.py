@@ -22,11 +22,11 @@ class Opening:
 
     messages: Sequence[Message] = ()
     tools: list[dict[str, Any]] | None = None
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
 
     @classmethod
     def of(cls, info: Mapping[str, Any], messages: Sequence[Message] = ()) -> Opening:
-        return cls(messages, info.get("tools") or None, tuple(info.get("stop") or ()))
+        return cls(messages, info.get("tools") or None, info.get("stop") or ())
 
 
 @dataclass

@@ -224,6 +224,8 @@ class Episode:
         Text is sent as it is, without the chat template; so are the messages of a reset that came with
         ``info["raw_prompt"]`` (``--no-apply-chat-template``).
         """
+        if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
+            raise EnvError(f"stop strings are {stop!r:.80}; a list of text is expected, as in ['</search>']")
         raw = None
         if isinstance(messages, str):
             raw, messages = messages, [Message(role="user", content=messages)]

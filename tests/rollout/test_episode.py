@@ -306,6 +306,17 @@ def test_inline_observations_continue_the_turn(run, chat):
     assert text.endswith("assistant\n<search>it</search>\n<information>Ann</information>\nAnn<|im_end|>")
 
 
+@pytest.mark.parametrize("stop", ["</search>", [3]])
+def test_stop_strings_that_are_none_end_the_episode_with_the_reason(run, chat, stop):
+    class Stops(LookUp):
+        async def areset(self, **kwargs):
+            observation, info = await super().areset(**kwargs)
+            return observation, {**info, "stop": stop}
+
+    trajectory = play(run, Stops(steps=1), chat, ["Ann"])
+    assert trajectory.stop_reason == "env_error" and "a list of text is expected" in trajectory.error
+
+
 @pytest.mark.parametrize("bad", [{"max_response_len": 0}, {"timeout_s": 0.0}, {"step_timeout_s": float("inf")}])
 def test_limits_are_checked(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):
