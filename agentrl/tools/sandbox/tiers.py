@@ -98,6 +98,7 @@ class Sandbox:
             "command": None,
             "stop_command": None,
             "limit_launcher": True,
+            "filter_calls": False,
             "fence": False,
             "environment": self.environment(mark, WORK),
         }
@@ -151,6 +152,7 @@ class Sandbox:
             "uid": uid,
             "mounts": [WORK, "/tmp", "/dev/shm"],
             "command": [bwrap, *arguments, *program],
+            "filter_calls": True,
             "more_processes": 3,
         }
 

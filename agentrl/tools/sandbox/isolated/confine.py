@@ -13,6 +13,8 @@ import signal
 import stat
 import sys
 
+from . import syscalls
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
@@ -59,8 +61,8 @@ def confine(settings: dict, parent: int, folder: str) -> list[str]:
         folder: the only folder it may write to.
 
     Returns:
-        The guards in force, of ``network`` (no network at all), ``tcp`` (no TCP), ``user`` (a user of its own) and
-        ``landlock`` (no files of others, no signals to others).
+        The guards in force, of ``network`` (no network at all), ``tcp`` (no TCP), ``user`` (a user of its own),
+        ``landlock`` (no files of others, no signals to others) and ``seccomp`` (see :mod:`.syscalls`).
     """
     guards = []
     readable = [open_path(path) for path in filter(None, dict.fromkeys(sys.path))]
@@ -80,6 +82,8 @@ def confine(settings: dict, parent: int, folder: str) -> list[str]:
     if settings["landlock"]:
         read = [fd for fd in readable if fd is not None]
         guards += _landlock([*read, *system], devices, work, network=settings["network"])
+    if syscalls.refuse():
+        guards.append("seccomp")
     _move_imports(dict(zip(filter(None, dict.fromkeys(sys.path)), readable, strict=True)))
     for fd in (*system, *devices, work):
         os.close(fd)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import stat
 import time
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ END_SECONDS = 5.0
 
 
 class Usage(NamedTuple):
-    """What a tree uses: threads of all processes, seconds of CPU so far, bytes of memory of its own."""
+    """What a tree uses: threads of all processes, seconds of CPU so far, bytes of memory that is no file's."""
 
     threads: int
     cpu: float
@@ -59,8 +60,8 @@ def _children(pid: int) -> list[int]:
 def _fields(pid: int) -> list[bytes] | None:
     """``/proc/PID/stat`` from the state on; ``None`` for a process that is gone or a zombie."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b")")[2].split()
+        with open(f"/proc/{pid}/stat", "rb") as line:
+            fields = line.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in (b"Z", b"X") else fields
@@ -71,9 +72,12 @@ def _parent(pid: int) -> int | None:
     return int(fields[1]) if fields else None
 
 
-def usage(pids: list[int]) -> Usage:
-    """What these processes use together, with the CPU time of their children that ended."""
-    threads, ticks, pages = 0, 0, 0
+def usage(pids: list[int], memory_limit: float = math.inf) -> Usage:
+    """What these processes use together, with the CPU time of their children that ended.
+
+    Memory that processes share is looked at only where it may decide whether they are over ``memory_limit`` bytes.
+    """
+    threads, ticks, own, all_of_it = 0, 0, 0, 0
     for pid in pids:
         fields = _fields(pid)
         if fields is None:
@@ -85,9 +89,46 @@ def usage(pids: list[int]) -> Usage:
                 _, resident, shared, *_ = map(int, statm.read().split())
         except (FileNotFoundError, ProcessLookupError):
             continue
-        pages += max(resident - shared, 0)
+        own += max(resident - shared, 0)
+        all_of_it += resident
+    memory = own * _PAGE
+    if memory <= memory_limit < all_of_it * _PAGE:
+        memory += sum(map(_shared_memory, pids))
     times = os.times()  # what was reaped here counts as well
-    return Usage(threads, ticks / _TICKS + times.children_user + times.children_system, pages * _PAGE)
+    return Usage(threads, ticks / _TICKS + times.children_user + times.children_system, memory)
+
+
+def _shared_memory(pid: int) -> int:
+    """Bytes of memory without a file that a process shares: its part of them, or all where that is not told."""
+    for file, key in (("smaps_rollup", b"Pss_Shmem:"), ("status", b"RssShmem:")):
+        try:
+            with open(f"/proc/{pid}/{file}", "rb") as lines:
+                found = next((line for line in lines if line.startswith(key)), None)
+        except (FileNotFoundError, ProcessLookupError):
+            return 0
+        except PermissionError:
+            continue
+        if found is not None:
+            return int(found.split()[1]) * 1024
+    return 0
+
+
+def unlinked(pids: list[int]) -> int:
+    """Bytes on disk of files that have no name any more and that these processes hold open."""
+    sizes: dict[tuple[int, int], int] = {}
+    for pid in pids:
+        folder = f"/proc/{pid}/fd"
+        try:
+            for fd in os.listdir(folder):
+                try:
+                    state = os.stat(f"{folder}/{fd}")
+                except FileNotFoundError:
+                    continue  # closed meanwhile
+                if stat.S_ISREG(state.st_mode) and state.st_nlink == 0:
+                    sizes[state.st_dev, state.st_ino] = state.st_blocks * 512
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # it ended, or is another user's and this one may not look
+    return sum(sizes.values())
 
 
 def send(pids: list[int], signum: int) -> None:

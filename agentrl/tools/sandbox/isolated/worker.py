@@ -10,7 +10,7 @@ import sys
 import traceback
 from typing import Any
 
-from . import confine, driver, tree
+from . import confine, driver, syscalls, tree
 from .wire import Reader
 
 PIPE_READ = 1 << 16
@@ -113,7 +113,7 @@ class Worker:
         members = tree.below(os.getpid(), most=len(self._own) + settings["max_processes"])
         if len(members) - len(self._own) >= settings["max_processes"]:
             return "processes"
-        used = tree.usage(members)
+        used = tree.usage(members, settings["memory_mb"] << 20)
         if used.threads - self._own_threads >= settings["max_processes"]:
             return "processes"
         if used.memory > settings["memory_mb"] << 20:
@@ -121,13 +121,14 @@ class Worker:
         if used.cpu - self._cpu > settings["cpu_seconds"]:
             return "cpu"
         tree.reap(keep=frozenset({self.pid}))
-        return "disk" if files and self.files_over() else None
+        return "disk" if files and self.files_over(members) else None
 
-    def files_over(self) -> bool:
-        """Whether the code keeps more files, or more in them, than it may."""
+    def files_over(self, members: list[int]) -> bool:
+        """Whether the code keeps more files, or more in them, than it may; open ones without a name count."""
         settings = self.settings
         if settings["folder"] is not None:
             size, count = _measure(settings["folder"], settings["max_files"])
+            size += tree.unlinked(members)
         else:
             size, count = self._measure_mounts()
         return count > settings["max_files"] or size > settings["max_disk_mb"] << 20
@@ -243,7 +244,8 @@ def _become_interpreter(settings: dict[str, Any], fds: tuple[int, int, int], par
         os.environ.update(settings["environment"])
         if settings["command"]:
             confine.confine_launcher(settings, parent)
-            os.execve(settings["command"][0], settings["command"], settings["environment"])
+            command = [*settings["command"][:1], *_filter_option(settings), *settings["command"][1:]]
+            os.execve(command[0], command, settings["environment"])
         sys.path += settings["packages"]
         guards = confine.confine(settings, parent, settings["folder"])
         for name in [name for name in sys.modules if name.split(".")[0] == __name__.split(".")[0]]:
@@ -253,6 +255,17 @@ def _become_interpreter(settings: dict[str, Any], fds: tuple[int, int, int], par
         os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(70)
+
+
+def _filter_option(settings: dict[str, Any]) -> list[str]:
+    """Has bubblewrap refuse the system calls that :mod:`.syscalls` names; it reads the filter from a descriptor."""
+    steps = syscalls.program() if settings["filter_calls"] else None
+    if steps is None:
+        return []
+    fd = os.memfd_create("filter", 0)
+    os.write(fd, steps)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return ["--seccomp", str(fd)]
 
 
 def _run(command: list[str], seconds: float = 20.0) -> None:
