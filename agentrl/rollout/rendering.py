@@ -69,19 +69,27 @@ class Renderer:
         return self._run(messages, tools, generation)
 
     def render_conformed(self, messages: Sequence[dict[str, Any]], tools: Tools = None) -> str:
-        """As :meth:`render`; messages that the template refuses are tried again as :func:`conformed` gives them.
+        """As :meth:`render`; messages that the template refuses are tried again in the forms of strict templates.
+
+        They are :func:`one_call_at_a_time`, :func:`conformed`, and both.
 
         Raises:
             ConfigError: there is no template.
             EnvError: the template refuses these messages.
         """
-        try:
-            return self.render(messages, tools)
-        except EnvError:
-            other = conformed(messages)
-            if other == list(messages):
-                raise
-            return self.render(other, tools)
+        refused: EnvError | None = None
+        single = one_call_at_a_time(messages)
+        tried: list[list[dict[str, Any]]] = []
+        for form in (list(messages), single, conformed(messages), conformed(single)):
+            if form in tried:
+                continue
+            tried.append(form)
+            try:
+                return self.render(form, tools)
+            except EnvError as error:
+                refused = refused or error
+        assert refused is not None  # the messages as they are were tried
+        raise refused
 
     @cached_property
     def call_form(self) -> CallForm:
@@ -153,6 +161,23 @@ def _in_form(message: dict[str, Any], form: CallForm) -> dict[str, Any]:
             for call in calls
         ]
     return {**message, "content": message["content"] or form.no_content, "tool_calls": calls}
+
+
+def one_call_at_a_time(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation with each call of a turn in a message of its own, before its result (Llama takes no other)."""
+    result: list[dict[str, Any]] = []
+    waiting: list[dict[str, Any]] = []  # messages of the turn's other calls
+    for message in messages:
+        if message["role"] == "tool" and waiting and result[-1]["role"] == "tool":
+            result.append(waiting.pop(0))
+        elif message["role"] != "tool":
+            waiting = []
+        calls = message.get("tool_calls") or []
+        if len(calls) > 1:
+            waiting = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:]]
+            message = {**message, "tool_calls": calls[:1]}
+        result.append(message)
+    return result
 
 
 def conformed(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

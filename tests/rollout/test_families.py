@@ -243,6 +243,25 @@ def test_what_llama_ends_a_turn_with_when_it_calls(families, run):
     assert lines[1].endswith("{}}«<|eom_id|>»") and lines[2].startswith("·«<|start_header_id|>»ipython")
 
 
+def test_a_history_with_several_calls_in_a_turn_can_be_rendered_again_for_llama(families, run):
+    """Its template takes one call a turn; words behind a call open a segment, in which the earlier calls stand."""
+    one, two = (f'{{"name": "search", "parameters": {{"query": "{query}"}}}}' for query in "xy")
+
+    async def play():
+        conversation, _ = converse(families["llama3"], [f"{one}; {two}", f"{one} or so", "Ann."])
+        turn = await conversation.generate()
+        conversation.observe(answers(turn, "Ann", "Bea"))
+        turn = await conversation.generate()
+        conversation.observe(answers(turn, "Cy"))
+        await conversation.generate()
+        return conversation
+
+    first, second = run(play()).segments()
+    (given, _) = shown(families["llama3"], second.tokens, second.loss_mask)
+    places = [given.index(text) for text in (one, '"Ann"', two, '"Bea"', '"Cy"')]
+    assert places == sorted(places) and first.loss_mask.sum() > second.loss_mask.sum() > 0
+
+
 def test_the_role_tokens_that_end_a_turn_of_glm_need_not_be_declared():
     chat = ChatTemplate(tokenizer("glm4.5"))
     ends = {text for text, index in chat.encoder.control_ids.items() if index in chat.eos_token_ids}
