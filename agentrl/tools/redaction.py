@@ -8,7 +8,10 @@ import re
 MAX_LENGTH = 300
 """Characters of a text that are looked at and kept."""
 
-_PATH = re.compile(r"(?:file://|(?<![\w.:/]))(?:/[\w.@+~-]+){2,}/?")
+_PATH = re.compile(
+    r"""(?<=['"])/[^'"\n]+(?=['"])"""  # as OSError quotes it, spaces and all
+    r"""|(?:file://|(?<![\w.:/]))(?:/[\w.@+~-]+){2,}/?"""
+)
 _SECRET_NAME = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
 _SECRET = re.compile(
     r"\b(?:sk|pk|rk)-[\w-]{16,}|\bgh[a-z]_\w{20,}|\bhf_\w{20,}|\bxox[a-z]-[\w-]{10,}|\bAKIA[A-Z0-9]{16}|\bAIza[\w-]{30,}"

@@ -584,6 +584,10 @@ def test_an_error_that_is_none_is_the_authors_fault():
 @pytest.mark.parametrize(
     ("text", "kept"),
     [
+        ("[Errno 2] No such file: '/home/me/my notes/a b.txt'", "[Errno 2] No such file: '…'"),
+        ('cannot open "/data"', 'cannot open "…"'),
+        ("say 'yes' / 'no'", "say 'yes' / 'no'"),
+        ("'a'/'b' and 1/2", "'a'/'b' and 1/2"),
         ("cannot open file:///etc/ssh/key.pem here", "cannot open … here"),
         ("see https://example.org/a/b for more", "see https://example.org/a/b for more"),
         ("1/2 is not 3/4/5", "1/2 is not 3/4/5"),
