@@ -46,6 +46,8 @@ OBSERVATION_NAMES: dict[str, tuple[str, ...]] = {
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,40}(?:\.\d{0,40})?|\.\d{1,40})(?:[eE][-+]?\d{1,3})?")
 _NAMED = re.compile(r"\baction\b[\s*_`]*[:=][\s*_`]*", re.IGNORECASE)
+_MINUS = str.maketrans({"\u2212": "-", "\u2012": "-", "\u2013": "-"})  # minus sign and dashes: a sign must not be lost
+_SIGN = re.compile(r"(?<![\w.])([-+])\s+(?=[\d.])")
 _EDGES = " \t\r\n.,;:!?*_`'\"()[]{}<>"
 
 
@@ -185,10 +187,12 @@ def parse_action(text: str, space: spaces.Space[Any], names: Sequence[str] | Non
         if action in space:
             return action
         raise ActionError(f"{action[:60]!r} is not {action_words(space, None)} of the allowed characters")
-    lines = [line for line in said.splitlines() if line.strip(_EDGES)]
+    lines = [line for line in said.translate(_MINUS).splitlines() if line.strip(_EDGES)]
     if not lines:
         raise ActionError("your turn names no action")
     line = lines[0] if named else lines[-1]
+    if not isinstance(space, spaces.Discrete) or space.start < 0:  # elsewhere a dash begins an item of a list
+        line = _SIGN.sub(r"\1", line)
     if isinstance(space, spaces.Discrete):
         return _discrete(line, space, names or (), strict=not named)
     if not named and any(map(str.isalnum, _NUMBER.sub("", line))):

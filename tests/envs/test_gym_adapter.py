@@ -294,6 +294,10 @@ def test_a_text_that_names_none(text):
     [
         (spaces.Discrete(3, start=-1), "action: -1", -1),
         (spaces.Box(-2, 2, (1,)), "action: -1.5", [-1.5]),
+        (spaces.Box(-2, 2, (1,)), "action: \u22121.5", [-1.5]),
+        (spaces.Box(-2, 2, (2,)), "action: - 1.5, \u20131", [-1.5, -1]),
+        (spaces.Discrete(3, start=-1), "action: - 1", -1),
+        (spaces.Discrete(3), "action:\n- 1", 1),
         (spaces.Box(-2, 2, (2,)), "[.5, 1e-1]", [0.5, 0.1]),
         (spaces.Box(0, 9, (), np.int64), "7", 7),
         (spaces.Box(-1, 1, (2, 2)), "action: [[1, 0], [0, 1]]", [[1, 0], [0, 1]]),
