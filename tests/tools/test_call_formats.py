@@ -61,7 +61,7 @@ def test_a_call_is_read_as_it_was_meant(name, arguments):
 @pytest.mark.parametrize("name", FORMATS)
 def test_several_calls_with_words_before_them(name):
     written = calls_in(name, ("search", {"query": "a"}), ("now", {}), ("nothing_such", {"x": "a"}))
-    words = "" if name in ("llama3", "pythonic") else "I look. "
+    words = {"llama3": "", "pythonic": "I look.\n"}.get(name, "I look. ")
     parsed = PARSERS[name].parse(words + written)
     assert [(c.name, c.arguments, c.error) for c in parsed.tool_calls] == [
         ("search", {"query": "a"}, None),
@@ -332,6 +332,17 @@ def test_any_arguments_are_read_or_refused(name, arguments):
     assert name == "pythonic" or len(parsed.tool_calls) == 1
     if name in ("deepseekv31", "kimi_k2", "mistral", "llama3") and "\\ud" not in json.dumps(arguments):
         assert [c.arguments for c in parsed.tool_calls] == [arguments]
+
+
+def test_a_pythonic_list_after_words_is_read_where_it_ends_the_turn():
+    parser = PARSERS["pythonic"]
+    parsed = parser.parse("<think>[now()]</think>Let me see.\n  [search(query='a]b',\n page=2)]\n")
+    assert [(c.name, c.arguments) for c in parsed.tool_calls] == [("search", {"query": "a]b", "page": 2})]
+    assert (parsed.content, parsed.reasoning) == ("Let me see.", "[now()]")
+    (call,) = parser.parse("Let me see.\n[search('x')]").tool_calls
+    assert "given by name" in call.error
+    for answer in ("As in [now()]", "It is:\n[a(b) c]", "See\n[now()] above.", "Two:\n[f(x)\n[1]"):
+        assert parser.parse(answer).tool_calls == [], answer
 
 
 @pytest.mark.parametrize("value", ["0x" + "f" * 20_000, "{0x" + "f" * 20_000 + ": 1}", "-0b" + "1" * 99_999])

@@ -23,11 +23,12 @@ MAX_BITS = 14_000
 
 _TOKENS = ("<|python_start|>", "<|python_end|>")
 _LIST = re.compile(r"\s*(?=\[\s*[A-Za-z_][\w.]*\s*\()")
+_LAST_LINES = re.compile(r"^[ \t]*(?=\[\s*[A-Za-z_][\w.]*\s*\()", re.MULTILINE)
 _quiet = threading.Lock()
 
 
 class PythonicParser(Parser):
-    """A list of calls with keyword arguments, all of them literals, as the whole turn."""
+    """A list of calls with keyword arguments, all of them literals: the whole turn, or its end after words."""
 
     name = "pythonic"
     hint = 'Write [NAME(argument="value", other=3)] and nothing else.'
@@ -35,9 +36,23 @@ class PythonicParser(Parser):
     def parse(self, text: str) -> Parsed:
         for token in _TOKENS:
             text = text.replace(token, "")
-        return self._scan(text, {}, _LIST)
+        parsed = self._scan(text, {}, _LIST)
+        return parsed if parsed.tool_calls else self._after_words(parsed)
 
-    def _read_calls(self, text: str, start: int, name: str, number: int) -> Read | None:
+    def _after_words(self, parsed: Parsed) -> Parsed:
+        """The turn with the list that it ends with, on lines of its own. What is no list of calls is an answer."""
+        found = _LAST_LINES.search(parsed.content)
+        if found is None or not parsed.content.endswith("]"):
+            return parsed
+        words = [parsed.content[: found.start()]]
+        read = self._read_calls(parsed.content, found.end(), "", 0)
+        if not all(call.name for call in read[0]):
+            return parsed
+        calls, _ = self._noted(read, parsed.content, found.start(), words, [])
+        errors = [call.error for call in calls if call.error is not None]
+        return Parsed("".join(words).strip(), parsed.reasoning, calls, errors)
+
+    def _read_calls(self, text: str, start: int, name: str, number: int) -> Read:
         end = text.rfind("]", start) + 1
         try:
             if not end:
