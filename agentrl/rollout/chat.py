@@ -127,6 +127,7 @@ class ChatTemplate:
         *,
         earlier: tuple[str, ...] | None = None,
         system: bool = False,
+        after_tools: bool = False,
     ) -> np.ndarray | None:
         """int32 ``[m]``: what follows the sampled ids up to the next assistant turn.
 
@@ -137,6 +138,7 @@ class ChatTemplate:
             earlier: roles of the messages that followed an earlier turn with reasoning in this
                 segment; None when there was none.
             system: whether the conversation begins with a system message.
+            after_tools: whether the turn followed the results of an earlier one.
 
         Returns:
             None when the template would change what is already there: re-render in a new segment.
@@ -144,7 +146,7 @@ class ChatTemplate:
         if all(m["role"] == INLINE for m in new_messages):
             return self.encoder.encode_content("".join(m["content"] for m in new_messages))
         sealed = [self.encoder.seal_all(plain(m)) for m in new_messages]
-        shape = Shape.of(prev_assistant, sealed, bool(tools), earlier, system)
+        shape = Shape.of(prev_assistant, sealed, bool(tools), earlier, system, after_tools)
         suffix = self._planner.suffix(shape, sealed)
         if suffix is None:
             return None

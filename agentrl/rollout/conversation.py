@@ -106,6 +106,7 @@ class Conversation:
         self._earlier: tuple[str, ...] | None = None
         self._raw = False  # whether the prompt was sent without the template
         self._system = False  # whether it begins with a system message
+        self._after_tools = False  # whether the last turn followed results of tools
 
     @property
     def num_turns(self) -> int:
@@ -145,6 +146,7 @@ class Conversation:
         if raw is None:
             ids = self._chat.prompt(self.messages, tools)
             self._system = bool(self.messages) and self.messages[0]["role"] == "system"
+            self._after_tools = bool(self.messages) and self.messages[-1]["role"] == "tool"
         else:
             ids = self._chat.raw_prompt(raw)
             self._raw = True
@@ -224,8 +226,9 @@ class Conversation:
                 f"go on with messages of role {INLINE!r}, whose text is appended as it is"
             )
         ids = self._chat.extension(
-            last.message, last.tokens, messages, self._tools, earlier=self._earlier, system=self._system
-        )
+            last.message, last.tokens, messages, self._tools,
+            earlier=self._earlier, system=self._system, after_tools=self._after_tools,
+        )  # fmt: skip
         segment = ids is None
         if ids is None:
             ids = self._chat.prompt([*self.messages, *messages], self._tools)
@@ -239,6 +242,7 @@ class Conversation:
             self._ledger.append_env(ids)
             if last.parsed.reasoning:
                 self._earlier = tuple(m["role"] for m in messages)
+        self._after_tools = bool(messages) and messages[-1]["role"] == "tool"
         self._last = None
 
     def _check_room(self, ids: np.ndarray, messages: Sequence[Message], segment: bool) -> None:

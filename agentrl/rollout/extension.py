@@ -8,6 +8,7 @@ same shape are filled in without running the template again.
 
 from __future__ import annotations
 
+import itertools
 import re
 import secrets
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ class Shape(NamedTuple):
     tools: bool
     earlier: tuple[str, ...] | None
     system: bool = False
+    after_tools: bool = False
 
     @classmethod
     def of(
@@ -42,6 +44,7 @@ class Shape(NamedTuple):
         tools: bool,
         earlier: tuple[str, ...] | None,
         system: bool = False,
+        after_tools: bool = False,
     ) -> Shape:
         return cls(
             reasoning=bool((assistant.get("reasoning_content") or "").strip()),
@@ -52,6 +55,7 @@ class Shape(NamedTuple):
             tools=tools,
             earlier=earlier,
             system=system,
+            after_tools=after_tools,
         )
 
 
@@ -101,8 +105,10 @@ class ExtensionPlanner:
         if found is None:
             return _Plan(extends=False)
         rendered, suffix = found
-        if marks.tools_text in suffix:
-            return _Plan(extends=False)  # the template moves the tools: what was sent is not a prefix
+        if any(text in suffix for text in marks.said_before):
+            return _Plan(
+                extends=False
+            )  # the template moves the tools or the system text: what was sent is not a prefix
         for i, message in enumerate(messages):
             if marks.inner(i) not in suffix:
                 raise EnvError(
@@ -130,13 +136,15 @@ class ExtensionPlanner:
     def _try_suffix(self, shape: Shape, new_messages: list[dict[str, Any]]) -> tuple[str, str] | None:
         """(whole rendering, suffix), or None when the template refuses or does not keep what was there."""
         ids = [m["tool_call_id"] for m in new_messages if "tool_call_id" in m]
-        # Some templates refuse several calls in a turn, some a system message.
-        for system in dict.fromkeys((shape.system, False)):
-            for calls in dict.fromkeys((shape.calls, 0)):
-                try:
-                    return self._locate(shape._replace(system=system), calls, ids, new_messages)
-                except EnvError:
-                    continue
+        # Some templates refuse several calls in a turn, some a system message, some results.
+        choices = [
+            dict.fromkeys(pair) for pair in ((shape.after_tools, False), (shape.system, False), (shape.calls, 0))
+        ]
+        for after_tools, system, calls in itertools.product(*choices):
+            try:
+                return self._locate(shape._replace(system=system, after_tools=after_tools), calls, ids, new_messages)
+            except EnvError:
+                continue
         return None
 
     def _locate(
@@ -144,7 +152,7 @@ class ExtensionPlanner:
     ) -> tuple[str, str] | None:
         marks = self._marks
         tools = marks.tools() if shape.tools else None
-        history = marks.history(shape.earlier, bool(calls), shape.system)
+        history = marks.history(shape, bool(calls))
         before = self._render(history, tools, generation=False)
         assistant = marks.assistant(shape, calls, call_ids)
         rendered = self._render([*history, assistant, *new_messages], tools)
@@ -179,6 +187,8 @@ class _Marks:
         self.reasoning = f"{nonce}why"
         self.content = f"{nonce}say"
         self.tools_text = f"{nonce}tools"
+        self.system = f"{nonce}system"
+        self.said_before = (self.tools_text, self.system, self.user, self.early_reasoning, self.reasoning, self.content)
 
     def inner(self, i: int) -> str:
         return f"{self._nonce}obs{i:02d}"
@@ -201,11 +211,19 @@ class _Marks:
         function = {"name": "probe", "arguments": {"argument": f"{self._nonce}arg{i:02d}"}}
         return {"id": call_id or f"{self._nonce}id{i:03d}", "type": "function", "function": function}
 
-    def history(self, earlier: tuple[str, ...] | None, calls: bool, system: bool) -> list[dict[str, Any]]:
-        start: list[dict[str, Any]] = [{"role": "system", "content": f"{self._nonce}system"}] if system else []
+    def history(self, shape: Shape, calls: bool) -> list[dict[str, Any]]:
+        start: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if shape.system else []
         start.append({"role": "user", "content": self.user})
-        if earlier is None:
-            return start
+        earlier = () if shape.earlier is None else self._reasoned(shape.earlier, calls)
+        history = [*start, *earlier]
+        if shape.after_tools and history[-1]["role"] != "tool":
+            call = self.call(80)
+            history.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            history.append({"role": "tool", "content": f"{self._nonce}seen80", "tool_call_id": call["id"]})
+        return history
+
+    def _reasoned(self, earlier: tuple[str, ...], calls: bool) -> list[dict[str, Any]]:
+        """An earlier turn with reasoning, and what followed it."""
         turn: dict[str, Any] = {
             "role": "assistant",
             "content": f"{self._nonce}first",
@@ -217,7 +235,7 @@ class _Marks:
             {"role": role, "content": f"{self._nonce}seen{i:02d}", "tool_call_id": f"{self._nonce}id{90 + i:03d}"}
             for i, role in enumerate(earlier)
         ]
-        return [*start, turn, *answers]
+        return [turn, *answers]
 
     def assistant(self, shape: Shape, calls: int, call_ids: list[str]) -> dict[str, Any]:
         has_content = shape.content or not calls

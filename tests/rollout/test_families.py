@@ -262,6 +262,46 @@ def test_a_history_with_several_calls_in_a_turn_can_be_rendered_again_for_llama(
     assert places == sorted(places) and first.loss_mask.sum() > second.loss_mask.sum() > 0
 
 
+def test_results_after_results_are_put_as_deepseeks_template_puts_them(families, run):
+    """It opens the outputs once for calls that follow each other without words."""
+    chat = families["deepseek_r1"]
+    call = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>"
+    script = [f"{thought}{call}<｜tool▁calls▁end｜>" for thought in ("</think>", "", "")]
+
+    async def play():
+        conversation, _ = converse(chat, [*script, "Noon."], system=False)
+        for _ in script:
+            conversation.observe(answers(await conversation.generate(), "12"))
+        await conversation.generate()
+        return conversation
+
+    conversation = run(play())
+    (segment,) = conversation.segments()
+    given = chat.decode(segment.tokens).partition("</think>")[2]
+    rendered = chat.decode(chat.prompt(conversation.messages[:-1], TOOLS))
+    for text in (given, rendered):
+        assert text.count("<｜tool▁outputs▁begin｜>") == 1
+        assert text.count("<｜end▁of▁sentence｜>\n<｜tool▁output▁begin｜>12<｜tool▁output▁end｜>") == 2
+
+
+def test_a_system_message_that_moves_behind_results_opens_a_segment(families, run):
+    """Mistral's template writes it at the last question, and nowhere while a tool has the word."""
+    call = '[TOOL_CALLS] [{"name": "search", "arguments": {"query": "x"}, "id": "a1b2c3d4e"}]'
+
+    async def play():
+        conversation, _ = converse(families["mistral"], [call, "Ann.", "Yes."], tools=None)
+        conversation.observe(answers(await conversation.generate(), "Ann"))
+        await conversation.generate()
+        conversation.observe(ask())
+        await conversation.generate()
+        return conversation
+
+    conversation = run(play())
+    last = conversation.segments()[-1]
+    assert "Be brief.\n\nsure?" in families["mistral"].decode(last.tokens)
+    assert len(sampled_in(conversation)) == sum(turn["sampled_tokens"] for turn in conversation.turns)
+
+
 def test_the_role_tokens_that_end_a_turn_of_glm_need_not_be_declared():
     chat = ChatTemplate(tokenizer("glm4.5"))
     ends = {text for text, index in chat.encoder.control_ids.items() if index in chat.eos_token_ids}
