@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ class ObservationHistory(Wrapper):
     def __init__(self, env: gymnasium.Env[str, str], n: int) -> None:
         super().__init__(env)
         self.n = _whole("ObservationHistory", "n", n, at_least=1)
-        self._past: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=n))  # by agent
+        self._past: dict[str, deque[str]] = {}  # by agent
         self._last = ""
 
     async def areset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
@@ -119,9 +119,10 @@ class ObservationHistory(Wrapper):
     async def astep(self, action: str) -> Transition:
         actor = acting_agent(self)
         observation, *rest, info = await super().astep(action)
-        self._past[actor].append(f"[observation]\n{self._last}\n[action]\n{action}\n")
+        turns = self._past.setdefault(actor, deque(maxlen=self.n))
+        turns.append(f"[observation]\n{self._last}\n[action]\n{action}\n")
         self._last = observation
-        past = "".join(self._past[acting_agent(self)])
+        past = "".join(self._past.get(acting_agent(self), ()))
         return f"{past}[observation]\n{observation}" if past else observation, *rest, info
 
 
