@@ -82,11 +82,8 @@ def _list(words: Sequence[str]) -> int:
 
 def _about(name: str) -> tuple[str, str]:
     """Splits and a line on an environment, without making it. One that cannot be loaded must not hide the others."""
-    from agentrl.envs.registry import find
-    from agentrl.loading import load_object
-
     try:
-        made_by = load_object(find(name).entry_point, "environment")
+        made_by = _maker(name)
     except Exception as error:  # a module of somebody else's
         kind = "" if isinstance(error, (AgentRLError, ImportError)) else f"{type(error).__name__}: "
         return "", f"cannot be loaded: {kind}{(str(error).splitlines() or [''])[0]}"
@@ -95,25 +92,37 @@ def _about(name: str) -> tuple[str, str]:
     return splits, text.split("\n\n")[0].replace("\n", " ").replace("`", "")
 
 
+def _maker(name: str) -> Any:
+    """The class or function that makes the environment ``name``; None where Gymnasium knows it."""
+    import gymnasium
+
+    from agentrl.envs.registry import find
+    from agentrl.loading import load_object
+
+    entry_point = find(name).entry_point
+    return None if entry_point in gymnasium.registry else load_object(entry_point, "environment")
+
+
 def _show(name: str, env_args: dict[str, Any]) -> int:
     import agentrl
 
     env = agentrl.make(name, **env_args)
     try:
-        for line in describe(env, name):
+        for line in describe(env, name, _maker(name) or type(env.unwrapped)):
             print(line)
     finally:
         env.close()
     return 0
 
 
-def describe(env: Any, name: str) -> list[str]:
-    """What there is to know of an environment, as lines of text."""
+def describe(env: Any, name: str, maker: Any) -> list[str]:
+    """What there is to know of an environment, as lines of text; ``maker``: the class or function that made it."""
     cls = type(env.unwrapped)
     place = inspect.getsourcefile(cls) if cls.__module__.startswith("agentrl_file_") else cls.__module__
     lines = [f"{name}  ({place}:{cls.__qualname__})", ""]
-    if cls.__doc__:  # its own: that of ToolEnv, which it would inherit, says nothing about it
-        lines += [inspect.cleandoc(cls.__doc__), ""]
+    for made_by in dict.fromkeys((maker, cls)):
+        if made_by.__doc__:  # its own: that of ToolEnv, which a class would inherit, says nothing about it
+            lines += [inspect.cleandoc(made_by.__doc__), ""]
     for split in env.splits:
         count = env.num_tasks(split)
         lines.append(f"split {split}: {'unlimited tasks' if count is None else f'{count} tasks'}")
@@ -121,19 +130,25 @@ def describe(env: Any, name: str) -> list[str]:
     wrappers = str(env).count("<") - str(env.unwrapped).count("<")
     if wrappers:
         lines.append(f"wrapped: {env}")
-    lines += ["", "arguments (--env-arg):", *_arguments(cls), ""]
+    lines += ["", "arguments (--env-arg):", *_arguments(maker, env.unwrapped), ""]
     observation, info = env.reset(seed=0)
     lines += tool_lines(info.get("tools") or ())
     lines += ["", "a task:", *message_lines(info, observation)]
     return lines
 
 
-def _arguments(cls: type) -> list[str]:
+def _arguments(maker: Any, env: Any) -> list[str]:
+    """Those of the class or function, with defaults, and the settings of ``env`` that may be given beside them."""
+    from agentrl.envs.core import Env
+
+    settings = Env.settings
+    if inspect.isclass(maker):
+        env, settings = maker, getattr(maker, "settings", ())
     parameters = [
-        p for p in inspect.signature(cls).parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        p for p in inspect.signature(maker).parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     ]
     named = {p.name: "needed" if p.default is p.empty else repr(p.default) for p in parameters}
-    known = {**{name: repr(getattr(cls, name, None)) for name in getattr(cls, "settings", ())}, **named}
+    known = {**{name: repr(getattr(env, name, None)) for name in settings}, **named}
     return [f"  {name} = {value}" for name, value in known.items() if name != "render_mode"]
 
 

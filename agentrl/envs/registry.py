@@ -171,7 +171,7 @@ def _built(maker: Any, arguments: dict[str, Any], spec: str, entry_point: str = 
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     late = {} if takes_all else {k: v for k, v in arguments.items() if k in Env.settings and k not in parameters}
     arguments = {k: v for k, v in arguments.items() if k not in late}
-    _check_arguments(maker, arguments, spec, ())
+    _check_arguments(maker, arguments, spec, Env.settings)
     made = with_async(maker(**arguments), spec, f"{named} returned")
     for name, value in late.items():
         setattr(made.unwrapped, name, value)
