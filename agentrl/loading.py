@@ -8,12 +8,13 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import os
 import sys
 import threading
+import types
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from agentrl.errors import ConfigError
@@ -66,7 +67,7 @@ def load_object(spec: str, what: str = "object") -> Any:
     return value
 
 
-def _load_module(name: str, what: str) -> ModuleType:
+def _load_module(name: str, what: str) -> types.ModuleType:
     # The `agentrl` command is a script elsewhere, so Python does not look where the person is.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -79,7 +80,15 @@ def _load_module(name: str, what: str) -> ModuleType:
         raise
 
 
-def load_file(location: str, what: str = "file") -> ModuleType:
+class _Source(importlib.machinery.SourceFileLoader):
+    """Reads the source each time. Python's cached bytecode knows a file by its second and size only, so an edit of the
+    same length within a second would go unseen; nor is anything written beside the user's file."""
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+def load_file(location: str, what: str = "file") -> types.ModuleType:
     """The module in a Python file, loaded once a process.
 
     Raises:
@@ -95,7 +104,7 @@ def load_file(location: str, what: str = "file") -> ModuleType:
             return sys.modules[name]
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))
-        module_spec = importlib.util.spec_from_file_location(name, path)
+        module_spec = importlib.util.spec_from_file_location(name, path, loader=_Source(name, str(path)))
         if module_spec is None or module_spec.loader is None:
             raise ConfigError(f"{what}: {location!r} is not a Python file.")
         module = importlib.util.module_from_spec(module_spec)

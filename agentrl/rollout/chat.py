@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _KEPT_PROMPTS = 64
 _REASONING_END = "</think>"
+_TAIL = 16  # ids at the end of a prompt in which a reasoning tag is looked for
 _OPENED_REASONING = re.compile(r"<think(?:ing)?>\s*\Z")
 _END_OF_MESSAGE = "<|eom_id|>"  # how Llama ends a turn that waits for a tool; not every checkpoint declares it
 
@@ -63,6 +64,7 @@ class ChatTemplate:
         self._renderer = Renderer(self._hf, chat_template or self._hf.chat_template, self._name)
         self.encoder = ProvenanceTokenizer(backend)
         self._prompts: dict[str, np.ndarray] = {}
+        self._id_ends: dict[int, str] = {}  # last character of an id's text, white space aside
         self._warned = False
         self.end_of_turn_id = self._end_of_turn() if self.template_source else None
         """The control token that the template puts after an assistant message, if it does."""
@@ -186,6 +188,16 @@ class ChatTemplate:
         if parsed.reasoning:
             message["reasoning_content"] = parsed.reasoning
         return message
+
+    def opening_of(self, prompt: np.ndarray) -> str:
+        """The reasoning tag that a prompt's ids end with; empty when they end with none."""
+        for index in prompt[: -_TAIL - 1 : -1].tolist():
+            text = self._id_ends.get(index)
+            if text is None:
+                text = self._id_ends[index] = self.encoder.decode(np.array([index], np.int32)).rstrip()[-1:]
+            if text:  # what comes before the white space at the end
+                return opened_reasoning(self.decode(prompt[-_TAIL:])) if text == ">" else ""
+        return ""
 
     def decode(self, ids: np.ndarray) -> str:
         """The text of ``ids``, control tokens included."""

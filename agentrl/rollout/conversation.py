@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.errors import ConfigError, EngineError, EnvError
-from agentrl.rollout.chat import INLINE, ChatTemplate, opened_reasoning
+from agentrl.rollout.chat import INLINE, ChatTemplate
 from agentrl.rollout.client import PolicyClient, new_rid
 from agentrl.rollout.ledger import TokenLedger
 from agentrl.rollout.sampling import for_turn
@@ -23,7 +23,6 @@ from agentrl.tools.parsers import Parsed, Parser
 from agentrl.types import Message, SamplingParams, Segment, StopReason
 
 _turn_record = SharedKeys()
-_TAIL = 16  # ids at the end of a prompt in which a reasoning tag is looked for
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,7 @@ class Conversation:
         self.engine_seconds += seconds
         self._ledger.append_sampled(generation)
         # Not every prompt of a template ends alike: DeepSeek-R1's opens the reasoning, save after a tool.
-        opening = opened_reasoning(self._chat.decode(prompt[-_TAIL:]))
+        opening = self._chat.opening_of(prompt)
         text = self._chat.text(generation.tokens, opening)
         parsed = self._parser.parse(text)
         message = self._chat.history_message(text, parsed, self._parser.name)

@@ -183,3 +183,15 @@ def test_a_package_of_the_current_folder_is_found_although_the_command_lies_else
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert result.stdout.strip() == "Shopping", result.stderr
+
+
+def test_an_edit_of_the_same_length_is_seen_and_nothing_is_written_beside_the_file(tmp_path):
+    from agentrl.loading import load_object
+
+    file = tmp_path / "quick.py"
+    for value in ("1", "2"):  # in the same second, of the same size
+        file.write_text(f"VALUE = {value}\n", encoding="utf-8")
+        for name in [name for name in sys.modules if name.startswith("agentrl_file_quick_")]:
+            del sys.modules[name]
+        assert load_object(f"{file}:VALUE") == int(value)
+    assert [path.name for path in tmp_path.iterdir()] == ["quick.py"]

@@ -166,6 +166,8 @@ def _end_of_head(text: str, tags: Mapping[str, str], closings: frozenset[str]) -
     before a ``</think>`` that nothing opened was thought, calls included.
     """
     end, is_open = 0, False
+    if not any(closing in text for closing in closings):
+        return end  # the usual turn; one look costs less than a search
     for match in _any_of((*tags, *closings)).finditer(text):
         if match.group() in tags:
             is_open = True
