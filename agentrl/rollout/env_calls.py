@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import traceback
 from collections.abc import Awaitable, Callable
@@ -47,16 +46,3 @@ def entry_point(env: Any, name: str) -> Callable[..., Awaitable[Any]]:
         return run_blocking(getattr(env, name), *args, **kwargs)
 
     return in_thread
-
-
-async def contained(call: Awaitable[Any]) -> Any:
-    """``call``, with the two ways in which user code could take the whole loop down made ordinary."""
-    try:
-        return await call
-    except SystemExit as error:
-        raise RuntimeError(f"the environment called sys.exit({error.code!r})") from error
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        raise RuntimeError("the environment cancelled its own work") from None

@@ -17,9 +17,10 @@ from agentrl.rollout.agents import SOLE_AGENT, AgentPart, Opening, shares
 from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.client import PolicyClient
 from agentrl.rollout.conversation import Conversation, EpisodeEnd, EpisodeLimits, Turn
-from agentrl.rollout.env_calls import checked_reward, contained, describe, entry_point
+from agentrl.rollout.env_calls import checked_reward, describe, entry_point
 from agentrl.rollout.generate_hook import GenerateContext, GenerateFunction
 from agentrl.tools.parsers import get_parser
+from agentrl.tools.threads import contained
 from agentrl.types import Message, Outcome, SamplingParams, StopReason, Task, Trajectory
 
 __all__ = ["Episode", "EpisodeLimits", "checked_reward", "describe", "play_episode", "run_episode"]

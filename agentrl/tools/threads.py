@@ -248,8 +248,13 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def contained(awaitable: Awaitable[T]) -> T:
-    """Awaits code of others; its ``sys.exit()`` becomes a ``RuntimeError`` instead of ending the loop."""
+    """Awaits code of others: where it ends the loop (``sys.exit()``) or cancels its own work, a ``RuntimeError``."""
     try:
         return await awaitable
     except SystemExit as error:
         raise ordinary(error) from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise RuntimeError("the called code cancelled its own work") from None

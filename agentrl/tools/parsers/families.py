@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from agentrl.tools.parsers.base import MAX_CALLS, Parsed, Read
-from agentrl.tools.parsers.sglang_detectors import DetectorParser, Draft
+from agentrl.tools.parsers.sglang_detectors import DetectorParser, Draft, EnclosedParser
 from agentrl.tools.parsers.strict_json import Malformed, kind, read_arguments, read_json, read_name, skip_space
 from agentrl.types import ToolCall
 
@@ -16,7 +16,7 @@ MAX_ARGUMENTS = 256
 """Arguments of one call in a format that writes them as tags."""
 
 
-class GlmParser(DetectorParser):
+class GlmParser(EnclosedParser):
     """GLM-4.5 and 4.6: the name on a line, then a key and a value on a line each. Values are typed by the schemas."""
 
     name = "glm"
@@ -59,7 +59,7 @@ class Glm47Parser(GlmParser):
     name = "glm47"
 
 
-class Qwen3CoderParser(DetectorParser):
+class Qwen3CoderParser(EnclosedParser):
     """Qwen3-Coder: ``<function=name>`` with ``<parameter=key>`` blocks. Values are typed by the schemas."""
 
     name = "qwen3_coder"
@@ -108,7 +108,7 @@ class Qwen3CoderParser(DetectorParser):
         return call
 
 
-class DeepSeekV3Parser(DetectorParser):
+class DeepSeekV3Parser(EnclosedParser):
     """DeepSeek-V3 and R1: a name, and the arguments in a block of code."""
 
     name = "deepseekv3"
@@ -162,7 +162,7 @@ class DeepSeekV31Parser(DeepSeekV3Parser):
         return f"{self.section[0]}{self.opening}{name}{self.inner[0]}{arguments}{self.closing}{self.section[1]}"
 
 
-class KimiParser(DetectorParser):
+class KimiParser(EnclosedParser):
     """Kimi-K2: calls have ids of the form ``functions.NAME:INDEX``, which results refer to."""
 
     name = "kimi_k2"
@@ -234,9 +234,6 @@ class MistralParser(DetectorParser):
         own = call_id if isinstance(call_id, str) and self._ID.match(call_id) else None
         return self._detected(Draft(name, f"{self.opening} {written}", own), number)
 
-    def _draft(self, body: str) -> Draft:
-        raise NotImplementedError("calls of this family are not closed by a token; _read_calls finds their end")
-
 
 class LlamaParser(DetectorParser):
     """Llama 3: a JSON object of ``name`` and ``parameters`` as the whole turn, or after ``<|python_tag|>``."""
@@ -288,9 +285,6 @@ class LlamaParser(DetectorParser):
             return self._detected(Draft(name, self.opening + written), number)
         except Malformed as problem:
             return ToolCall(name, {}, self.call_id(number), str(problem))
-
-    def _draft(self, body: str) -> Draft:
-        raise NotImplementedError("calls of this family are not closed by a token; _read_calls finds their end")
 
 
 def _meant_as_call(text: str, start: int) -> bool:

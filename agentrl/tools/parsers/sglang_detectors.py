@@ -46,7 +46,7 @@ class Draft:
 class DetectorParser(Parser):
     """A family's format: framed here, read by the family's detector in SGLang.
 
-    Subclasses name the tokens around a call and turn what stands between them into a :class:`Draft`.
+    Subclasses find each call in the text and turn it into a :class:`Draft`.
     """
 
     detector: ClassVar[tuple[str, str]]
@@ -61,14 +61,6 @@ class DetectorParser(Parser):
     def __init__(self) -> None:
         self._schemas = "[]"
         self._names: frozenset[str] = frozenset()
-
-    @abstractmethod
-    def _draft(self, body: str) -> Draft:
-        """The call between :attr:`opening` and :attr:`closing`.
-
-        Raises:
-            Malformed: it has not the family's form.
-        """
 
     def with_tools(self, schemas: Sequence[dict[str, Any]]) -> Parser:
         """A parser that types arguments as these schemas do; loads SGLang.
@@ -106,21 +98,6 @@ class DetectorParser(Parser):
             content = content.replace(token, "")
         return Parsed(content.strip(), parsed.reasoning, parsed.tool_calls, parsed.errors)
 
-    def _read_calls(self, text: str, start: int, name: str, number: int) -> Read | None:
-        close = text.find(self.closing, start)
-        body = text[start : close if close >= 0 else len(text)]
-        after = close + len(self.closing) if close >= 0 else len(text)
-        try:
-            if close < 0:
-                raise Malformed(f"{self.opening} is not closed by {self.closing}")
-            if self.opening in body:
-                raise Malformed(f"{self.opening} inside a call that is not closed by {self.closing}")
-            if self.section is not None and self.section[0] not in text[:start]:
-                raise Malformed(f"a call must stand between {self.section[0]} and {self.section[1]}")
-            return [self._detected(self._draft(body), number)], after
-        except Malformed as problem:
-            return [ToolCall("", {}, self.call_id(number), str(problem))], after
-
     def _detected(self, draft: Draft, number: int) -> ToolCall:
         """The call as the family's detector reads it; an error where it reads none."""
         call_id = draft.id or self.call_id(number)
@@ -141,6 +118,33 @@ class DetectorParser(Parser):
             return ToolCall(name, read_arguments(value), call_id)
         except Malformed as problem:
             return ToolCall(name, {}, call_id, str(problem))
+
+
+class EnclosedParser(DetectorParser):
+    """A family that closes each call by a token: what stands between the tokens is one call."""
+
+    @abstractmethod
+    def _draft(self, body: str) -> Draft:
+        """The call between :attr:`opening` and :attr:`closing`.
+
+        Raises:
+            Malformed: it has not the family's form.
+        """
+
+    def _read_calls(self, text: str, start: int, name: str, number: int) -> Read | None:
+        close = text.find(self.closing, start)
+        body = text[start : close if close >= 0 else len(text)]
+        after = close + len(self.closing) if close >= 0 else len(text)
+        try:
+            if close < 0:
+                raise Malformed(f"{self.opening} is not closed by {self.closing}")
+            if self.opening in body:
+                raise Malformed(f"{self.opening} inside a call that is not closed by {self.closing}")
+            if self.section is not None and self.section[0] not in text[:start]:
+                raise Malformed(f"a call must stand between {self.section[0]} and {self.section[1]}")
+            return [self._detected(self._draft(body), number)], after
+        except Malformed as problem:
+            return [ToolCall("", {}, self.call_id(number), str(problem))], after
 
 
 def _function(schema: dict[str, Any]) -> dict[str, Any]:
