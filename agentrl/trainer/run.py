@@ -244,7 +244,8 @@ def report(run: RunDir, progress: Progress) -> None:
     if CheckpointStore(run.checkpoints).best_so_far() is not None:
         following = {"evaluate the best checkpoint": f"agentrl eval --run {folder} --checkpoint best"} | following
     lines = [f"  {name:<13} {value}" for name, value in places.items()]
-    lines += ["what next:", *(f"  {command:<58} # {what}" for what, command in following.items())]
+    width = max(map(len, following.values()))
+    lines += ["what next:", *(f"  {command:<{width}}  # {what}" for what, command in following.items())]
     progress.log(Text.assemble(("done", "bold green"), f" in {clock(progress.elapsed)}\n", "\n".join(lines)))
 
 

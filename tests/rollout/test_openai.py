@@ -379,7 +379,7 @@ assert main(["show", "run"]) == 0 and main(["compare", "run", "run"]) == 0
 
 def test_a_light_install_evaluates_shows_and_compares(tmp_path):
     here = str(Path(__file__).parent)
-    env = {**os.environ, "LIGHT_KEY": "sk-light"}
+    env = {**os.environ, "LIGHT_KEY": "sk-light", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-c", LIGHT.format(here=here)],
         cwd=tmp_path,
