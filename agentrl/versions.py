@@ -7,8 +7,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+DISTRIBUTION = "agentrl-toolkit"
+"""The project's name on a package index; the import and the command are ``agentrl``."""
+
 PACKAGES = (
-    "agentrl",
+    DISTRIBUTION,
     "gymnasium",
     "numpy",
     "torch",
@@ -20,6 +23,11 @@ PACKAGES = (
     "transformers",
     "transformer-engine",
 )
+
+
+def install_command(extra: str) -> str:
+    """How to get what ``extra`` brings: from an index, or in a clone."""
+    return f"pip install '{DISTRIBUTION}[{extra}]' (in a clone of it: pip install -e '.[{extra}]')"
 
 
 def installed() -> dict[str, str]:

@@ -20,7 +20,7 @@ INTRO = """\
 Write a small package with an environment, a tool and a test that pass as they are; then make it yours.
 
   agentrl env new warehouse
-  cd warehouse && pip install -e . && pytest"""
+  cd warehouse && pip install -e '.[test]' && python -m pytest"""
 
 FILES = {
     "pyproject.toml": "pyproject.toml",
@@ -58,7 +58,7 @@ def run(name: str, argv: Sequence[str]) -> int:
     for relative in FILES:
         print(f"  {relative.format(module=module)}")
     check = f"agentrl env check {module}/env.py:{_class_name(name)}"
-    print(f"\nnext:\n  cd {folder}\n  {check}\n  pip install -e . && pytest")
+    print(f"\nnext:\n  cd {folder}\n  {check}\n  pip install -e '.[test]' && python -m pytest")
     return 0
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from agentrl.errors import ConfigError
+from agentrl.versions import install_command
 
 TRAINING = (
     "torch",
@@ -32,7 +33,7 @@ _EXTRA_OF = {
 }
 """Extra -> modules that come with it."""
 
-_ENGINE_HINT = "pip install 'agentrl[gpu]' on a machine with GPUs, `make venv` in a clone of agentrl on one without"
+_ENGINE_HINT = f"{install_command('gpu')} on a machine with GPUs, `make venv` in a clone on one without"
 
 
 def require(command: str, modules: Sequence[str]) -> None:
@@ -44,7 +45,7 @@ def require(command: str, modules: Sequence[str]) -> None:
     missing = [name for name in modules if not _installed(name)]
     if not missing:
         return
-    hint = _ENGINE_HINT if "sglang" in missing else "pip install 'agentrl[train]'"
+    hint = _ENGINE_HINT if "sglang" in missing else install_command("train")
     raise ConfigError(
         f"agentrl {command} needs packages that are not installed: {', '.join(missing)}. Get them: {hint}."
     )
@@ -62,6 +63,6 @@ def hint_for(error: ModuleNotFoundError) -> str | None:
     top = (error.name or "").partition(".")[0]
     for extra, modules in _EXTRA_OF.items():
         if top in modules:
-            how = _ENGINE_HINT if top == "sglang" else f"pip install 'agentrl[{extra}]'"
+            how = _ENGINE_HINT if top == "sglang" else install_command(extra)
             return f"{top} is not installed, and this command needs it: {how}"
     return None

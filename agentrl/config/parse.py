@@ -178,8 +178,10 @@ def _unknown(config_class: type, flag: str, name: str, table: dict) -> str:
         return message
     known = megatron_fields()
     if known is None:
+        from agentrl.versions import install_command
+
         return (
-            message + " Megatron's own flags are taken when megatron-core is installed: pip install 'agentrl[train]'."
+            f"{message} Megatron's own flags are taken when megatron-core is installed: {install_command('train')}."
         )
     return unknown_message(flag, name, [n.replace("_", "-") for n in known], as_flag=True)
 

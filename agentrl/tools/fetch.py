@@ -21,6 +21,7 @@ from agentrl.tools.addresses import AddressRefused, Guard, GuardedBackend, Resol
 from agentrl.tools.base import Tool, ToolError, ToolErrorType, ToolResult
 from agentrl.tools.json_schema import shorten
 from agentrl.tools.threads import run_blocking
+from agentrl.versions import install_command
 
 MAX_URL = 2000
 """Characters of a URL."""
@@ -95,7 +96,7 @@ class FetchTool(Tool):
         resolver: Resolver | None = None,
     ) -> None:
         if importlib.util.find_spec("trafilatura") is None:
-            raise ConfigError("FetchTool needs trafilatura: pip install 'agentrl[tools]'")
+            raise ConfigError(f"FetchTool needs trafilatura: {install_command('tools')}")
         if not set(schemes) <= {"http", "https"}:
             raise ConfigError(f"schemes are http and https, got {list(schemes)}")
         if max_redirects < 0 or min(max_bytes, max_chars, seconds) <= 0:

@@ -17,6 +17,7 @@ from agentrl.tools.base import Tool, ToolError, ToolErrorType, ToolResult
 from agentrl.tools.json_schema import shorten, without_titles
 from agentrl.tools.mcp_session import Server, Session, list_once
 from agentrl.tools.redaction import redact
+from agentrl.versions import install_command
 
 MAX_TOOLS = 200
 """Tools taken of one server."""
@@ -68,7 +69,7 @@ def mcp_tools(
         InfraError: The server does not start or does not answer.
     """
     if importlib.util.find_spec("mcp") is None:
-        raise ConfigError("tools of MCP servers need the package mcp: pip install 'agentrl[tools]'")
+        raise ConfigError(f"tools of MCP servers need the package mcp: {install_command('tools')}")
     server = _server(command, url, env or {}, cwd, headers or {}, start_timeout, timeout)
     source = _source(server)
     taken = _chosen(source.tools(), include, exclude, server.name)

@@ -12,6 +12,7 @@ from typing import Any
 from agentrl.errors import ConfigError
 from agentrl.tools.base import Tool, ToolError, ToolErrorType
 from agentrl.tools.json_schema import KEYWORDS, shorten
+from agentrl.versions import install_command
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 _ANNOTATIONS = frozenset(
@@ -159,7 +160,7 @@ def _checker(schema: dict[str, Any], name: str) -> Callable[[dict[str, Any]], No
     if importlib.util.find_spec("jsonschema") is None:
         raise ConfigError(
             f"tool {name!r}: its schema uses {', '.join(sorted(beyond))}, which takes the package jsonschema: "
-            "pip install 'agentrl[tools]'"
+            f"{install_command('tools')}"
         )
     import jsonschema
 

@@ -134,7 +134,7 @@ def test_ctrl_c_ends_with_130(training, train_flags, capsys):
 
 
 @pytest.mark.parametrize(
-    ("module", "hint"), [("torch", "agentrl[train]"), ("ray.util", "agentrl[train]"), ("sglang", "make venv")]
+    ("module", "hint"), [("torch", "agentrl-toolkit[train]"), ("ray.util", "agentrl-toolkit[train]"), ("sglang", "make venv")]
 )
 def test_a_missing_package_names_the_extra(training, train_flags, capsys, module, hint):
     def needs(config):
@@ -152,7 +152,7 @@ def test_missing_packages_are_named_before_anything_is_made(command, absent, hin
     with pytest.raises(ConfigError, match="agentrl " + command) as caught:
         extras.require(command, ("torch", "sglang", "ray"))
     assert "torch" in str(caught.value) and " ray" not in str(caught.value) and hint in str(caught.value)
-    assert "pip install 'agentrl[" in str(caught.value)
+    assert "pip install 'agentrl-toolkit[" in str(caught.value)
     extras.require(command, ("sys",) if absent == "sglang" else ("sglang",))
 
 

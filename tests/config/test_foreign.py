@@ -118,7 +118,7 @@ def test_without_the_packages_sglang_options_pass_unchecked(load, refused, monke
     monkeypatch.setattr(passthrough, "megatron_fields", lambda: None)
     monkeypatch.setattr("agentrl.config.parse.megatron_fields", lambda: None)
     assert load("--sglang-anything", "0.5", "--sglang-switch").sglang == {"anything": 0.5, "switch": True}
-    assert "pip install 'agentrl[train]'" in refused("--moe-something", "2")
+    assert "pip install 'agentrl-toolkit[train]'" in refused("--moe-something", "2")
 
 
 def test_reading_the_options_imports_nothing():

@@ -28,6 +28,7 @@ from agentrl.config.load import load_options
 from agentrl.config.parse import parse_flags
 from agentrl.config.schema import Config, EvalConfig
 from agentrl.errors import ConfigError
+from agentrl.versions import DISTRIBUTION
 
 PYTHON_PAGES = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
 README = ROOT / "README.md"
@@ -204,9 +205,24 @@ def test_make_targets_extras_and_modules_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
     assert set(re.findall(r"(?:^ {4}|`)make ([a-z-]+)", text, re.M)) <= targets
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    assert set(re.findall(r"agentrl\[(\w+)\]", text)) <= set(extras)
+    assert set(re.findall(r"-e '\.\[(\w+)\]'", text)) <= set(extras)
     for module in re.findall(r"python -m (agentrl[\w.]*)", text):
         assert importlib.util.find_spec(module), module
+
+
+PRINTED = [
+    file
+    for pattern in ("README.md", "docs/**/*.md", "agentrl/**/*.py", "agentrl/assets/new_env/*", "envs_examples/**/*.md")
+    for file in ROOT.glob(pattern)
+]
+
+
+@pytest.mark.parametrize("file", [file for file in PRINTED if "pip install" in file.read_text()], ids=name_of)
+def test_install_lines_name_this_project_and_not_its_namesake(file: Path):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
+    assert project == DISTRIBUTION != "agentrl"
+    for line in re.findall(r"pip install (.*)", file.read_text(encoding="utf-8")):
+        assert not re.match(r"['\"]?agentrl(?!-toolkit)\b", line), line
 
 
 def test_packages_that_pages_import_are_declared():

@@ -243,5 +243,5 @@ def test_something_that_is_no_url_is_refused():
 
 def test_a_missing_server_package_is_named(corpus: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"starlette and uvicorn: pip install 'agentrl\[retriever\]'"):
+    with pytest.raises(ConfigError, match=r"starlette and uvicorn: pip install 'agentrl-toolkit\[retriever\]'"):
         create_app(LocalRetriever(open_index(corpus)))

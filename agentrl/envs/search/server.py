@@ -20,6 +20,7 @@ from agentrl.envs.search.world import world_index
 from agentrl.errors import ConfigError
 from agentrl.tools.retrieval.bm25 import Hit, Index, open_index
 from agentrl.tools.retrieval.retriever import KEY_VARIABLE, LocalRetriever, Retriever
+from agentrl.versions import install_command
 
 MAX_BODY = 4 * 2**20
 """Bytes of a request; longer ones are answered 413."""
@@ -208,7 +209,7 @@ def _index(corpus: str | Path | None, index_dir: str | Path | None, world_seed: 
 def _check_installed() -> None:
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"serving retrieval needs {' and '.join(missing)}: pip install 'agentrl[retriever]'")
+        raise ConfigError(f"serving retrieval needs {' and '.join(missing)}: {install_command('retriever')}")
 
 
 def _is_loopback(host: str) -> bool:

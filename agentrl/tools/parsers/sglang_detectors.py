@@ -26,6 +26,7 @@ from agentrl.errors import ConfigError
 from agentrl.tools.parsers.base import Parsed, Parser, Read
 from agentrl.tools.parsers.strict_json import Malformed, clean_text, read_arguments, read_json, short_name
 from agentrl.types import ToolCall
+from agentrl.versions import install_command
 
 _loading = threading.Lock()
 
@@ -180,6 +181,6 @@ def _import(module: str, call_format: str) -> Any:
         except ImportError as error:
             raise ConfigError(
                 f"calls in the format {call_format!r} are read by SGLang's parsers, and {module} cannot be imported "
-                f"({error}). Install SGLang: pip install 'agentrl[gpu]', or make venv without a GPU; or choose "
+                f"({error}). Install SGLang: {install_command('gpu')}, or make venv without a GPU; or choose "
                 "call_format 'hermes' or 'tags:<tool>,answer', which need nothing"
             ) from error
