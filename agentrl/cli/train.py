@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from agentrl.cli.extras import TRAINING, require
-from agentrl.config import Config, load_config
+from agentrl.config import Config
+from agentrl.config.load import resolve
 
 INTRO = """\
 Train an agent: roll out episodes, turn their rewards into advantages, train, sync the weights, repeat.
@@ -25,8 +27,10 @@ def usage(argv: Sequence[str]) -> str:
 
 def run(argv: Sequence[str]) -> int:
     """Train; returns the exit code. The configuration is complete and checked before anything heavy is imported."""
-    config = load_config(argv)
+    resolved = resolve(Config, argv)
+    for note in resolved.notes:
+        print(f"note: {note}", file=sys.stderr)
     require("train", TRAINING)
     from agentrl.trainer.run import train
 
-    return train(config) or 0
+    return train(resolved.config) or 0

@@ -26,6 +26,19 @@ class OptionSet:
 
         return from_dict(cls, values)
 
+    @property
+    def held_out(self) -> Any:
+        """A copy whose limits and stop strings of episodes are those of evaluation."""
+        return self.replace(
+            rollout_max_response_len=self.eval_max_response_len or self.rollout_max_response_len,
+            rollout_max_context_len=self.eval_max_context_len or self.rollout_max_context_len,
+        )
+
+    @property
+    def longest_context(self) -> int:
+        """Most tokens of an episode, of training or evaluation."""
+        return max(self.rollout_max_context_len, self.eval_max_context_len or 0)
+
     def env_spec(self) -> tuple[str, dict[str, Any]]:
         """``(spec, kwargs)`` for :func:`agentrl.make`: the environment, or prompt data as one."""
         if self.prompt_data is None:

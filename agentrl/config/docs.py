@@ -9,7 +9,7 @@ from pathlib import Path
 
 from agentrl.cli.help import default_text, flag_text
 from agentrl.config.fields import Option, options
-from agentrl.config.names import NOT_AVAILABLE
+from agentrl.config.names import IMPLIED, NOT_AVAILABLE
 from agentrl.config.parse import ALIASES
 from agentrl.config.passthrough import MEGATRON_OWNED, SGLANG_OWNED
 from agentrl.config.presets import BEYOND, PRESETS, TUNED_TO
@@ -33,9 +33,10 @@ Later places win:
 5. flags on the command line.
 
 The resolved configuration is written into the run folder as `config.json`, and can itself be given as `--config`.
-Everything is checked before anything starts, all problems are reported together, and an unknown flag or key is an
-error that names the nearest right one. Switches are written `--tensorboard` and `--no-tensorboard`; `--flag=value`
-works as well as `--flag value`.
+Everything is checked before anything starts. What is wrong in itself (unknown names, values of the wrong type or out
+of range) is reported together, of flags and file; then, also together, what does not fit with something else. An
+unknown flag or key is an error that names the nearest right one. Switches are written `--tensorboard` and
+`--no-tensorboard`; `--flag=value` works as well as `--flag value`.
 
 ```toml
 # run.toml: agentrl train --config run.toml
@@ -128,6 +129,14 @@ def render() -> str:
         "## Not available yet",
         "",
         "These are refused with a message that says so: " + _listed(f"--{name}" for name in NOT_AVAILABLE) + ".",
+        "",
+        "## Needless here",
+        "",
+        "Flags of other programs that ask for what is so anyway. They are accepted with a note.",
+        "",
+        "| flag | why |",
+        "|---|---|",
+        *(f"| `--{name}` | {reason} |" for name, reason in IMPLIED.items()),
     ]
     return "\n".join(lines) + "\n"
 

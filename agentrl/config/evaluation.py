@@ -23,6 +23,12 @@ class EvaluationOptions:
     """Nucleus sampling in evaluation: the smallest set of tokens with this much probability."""
     eval_top_k: Annotated[int, Range(low=-1)] = -1
     """Most likely tokens to sample from in evaluation; -1 for all."""
+    eval_max_response_len: Positive | None = None
+    """Most tokens of one model turn in evaluation; unset: --rollout-max-response-len."""
+    eval_max_context_len: Positive | None = None
+    """Most tokens of an episode in evaluation; unset: --rollout-max-context-len."""
+    eval_stop: tuple[str, ...] = ()
+    """Text that ends a model turn in evaluation, in place of --rollout-stop. Several texts, or repeatable."""
     eval_prompt_data: tuple[tuple[str, PathText], ...] = ()
     """A named held-out task file, evaluated beside the environment's own: NAME PATH. Repeatable. Arguments for it
     alone are `--env-arg NAME.KEY=VALUE`."""
@@ -39,6 +45,8 @@ class TrainingEvaluationOptions:
 
     eval_interval: Count = 0
     """Rollouts between held-out evaluations (also one before the first and one after the last); 0 for none."""
+    eval_before_train: bool = True
+    """Evaluate before the first rollout too."""
     best_metric: str | None = None
     """Metric of an evaluation by which the best checkpoint is kept beside the newest ones, such as
     `eval/search/success`; the larger the better. A checkpoint is then written at each evaluation. Unset: none is kept

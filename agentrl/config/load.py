@@ -28,6 +28,8 @@ class Resolved:
 
     config: Any
     sources: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """What was accepted and has no effect, a sentence each."""
 
 
 def load_config(argv: Sequence[str]) -> Config:
@@ -44,12 +46,8 @@ def load_options(option_class: type, argv: Sequence[str]) -> Any:
     """Options of a small command, declared as a dataclass like the schema's groups. Raises ConfigError."""
     flags, config_file = parse_flags(option_class, argv)
     if config_file is not None:
-        raise ConfigError("--config is taken by `agentrl train` and `agentrl eval` only.")
-    config = option_class(**_expanded(option_class, flags.values))
-    problems = list(value_problems(config))
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return config
+        flags.problems.append("--config is taken by `agentrl train` and `agentrl eval` only.")
+    return _complete(option_class, [flags])
 
 
 def resolve(config_class: type, argv: Sequence[str]) -> Resolved:
@@ -57,7 +55,8 @@ def resolve(config_class: type, argv: Sequence[str]) -> Resolved:
     flags, config_file = parse_flags(config_class, argv)
     layers = [flags]
     if config_file is not None:
-        layers.insert(0, parse_mapping(config_class, read_file(config_file), config_file))
+        layers.insert(0, _file_layer(config_class, config_file))
+    _complete(config_class, layers)
     run = _run_layer(config_class, layers)
     if run is not None:
         layers.insert(0, run)
@@ -72,7 +71,28 @@ def resolve(config_class: type, argv: Sequence[str]) -> Resolved:
             merged.put(name, value, layer.sources[name])
     config = derive(config_class(**_expanded(config_class, merged.values)))
     validate(config, _deliberate(config_class, merged))
-    return Resolved(config, merged.sources)
+    return Resolved(config, merged.sources, tuple(note for layer in layers for note in layer.notes))
+
+
+def _file_layer(config_class: type, path: str) -> Given:
+    try:
+        return parse_mapping(config_class, read_file(path), path)
+    except ConfigError as error:  # it cannot be read at all
+        return Given(problems=[str(error)])
+
+
+def _complete(config_class: type, layers: list[Given]) -> Any:
+    """Options of these layers alone, over the defaults.
+
+    Raises:
+        ConfigError: All that is wrong in itself, in any of them: names, and values of the wrong type or out of range.
+    """
+    values = {name: value for layer in layers for name, value in layer.values.items()}
+    config = config_class(**_expanded(config_class, values))
+    problems = [problem for layer in layers for problem in layer.problems] + list(value_problems(config))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config
 
 
 def _deliberate(config_class: type, given: Given) -> dict[str, str]:
@@ -112,14 +132,17 @@ def _run_layer(config_class: type, layers: list[Given]) -> Given | None:
             raise ConfigError(f"--run {path}: not a run folder (no config.json of a training run in it)")
         return None
     fields = options(config_class)
-    values = {
-        name: value for name, value in read_run_config(folder).items() if config_class is Config or name in fields
-    }
+    of_run = read_run_config(folder)
+    values = {name: value for name, value in of_run.items() if config_class is Config or name in fields}
     for name in ("load", "output_dir"):
         values.pop(name, None)
     if config_class is EvalConfig:
         _keep_what_fits(values, layers)
-    given = parse_mapping(config_class, values, str(folder / "config.json"))
+        for name in ("max_response_len", "max_context_len"):
+            if _last(layers, f"rollout_{name}") is not None:  # said for this evaluation
+                values.pop(f"eval_{name}", None)
+        values["eval_stop"] = of_run.get("eval_stop") or of_run.get("rollout_stop") or ()
+    given = parse_mapping(config_class, values, str(folder / "config.json")).readable()
     if config_class is Config:
         given.values["output_dir"] = str(folder)
         for name, roots in DERIVED.items():

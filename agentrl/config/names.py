@@ -1,30 +1,72 @@
-"""Names that are not options here: close spellings, other systems' names, and what is not available yet."""
+"""Names that are not options here: close spellings, other systems' names, and what is not available yet.
+
+`agentrl train` and `agentrl migrate` read the same tables, so that both say the same of a flag.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+_ONE_SET_OF_DEVICES = "trainer and engines on the same devices"
+_REPLAY = "training on a stored rollout"
 
 NOT_AVAILABLE = {
-    "colocate": "trainer and engines on the same devices",
-    "offload-train": "trainer and engines on the same devices",
-    "offload-rollout": "trainer and engines on the same devices",
+    "colocate": _ONE_SET_OF_DEVICES,
+    "offload": _ONE_SET_OF_DEVICES,
+    "offload-train": _ONE_SET_OF_DEVICES,
+    "offload-rollout": _ONE_SET_OF_DEVICES,
     "over-sampling-batch-size": "over-sampling",
-    "dynamic-sampling-filter-path": "dynamic sampling filters",
-    "buffer-filter-path": "buffer filters",
-    "partial-rollout": "partial rollouts",
+    "dynamic-sampling-filter-path": "choosing groups by a filter",
+    "buffer-filter-path": "choosing from the buffer by a filter",
+    "partial-rollout": "finishing an episode in a later rollout",
     "async-buffer-size": "asynchronous training",
     "update-weights-interval": "asynchronous training",
     "max-staleness": "asynchronous training",
-    "kl-coef": "KL divergence as part of the reward; --use-kl-loss is available",
+    "kl-coef": "KL divergence as part of the reward (as part of the loss: --use-kl-loss)",
     "use-tis": "importance-sampling correction",
-    "use-fault-tolerance": "switching fault tolerance off; dead engines are always replaced",
-    "auto-resume": "restarting by itself; --load RUN continues a run",
+    "auto-resume": "restarting by itself (--load RUN continues a run)",
     "gamma": "PPO",
     "lambd": "PPO",
     "num-critic-only-steps": "PPO",
+    "normalize-advantages": "normalizing advantages over the batch (grpo normalizes within each group)",
+    "use-opd": "on-policy distillation",
+    "group-rm": "a reward that sees a whole group",
+    "custom-reward-post-process-path": "changing rewards between scoring and training",
+    "load-debug-rollout-data": _REPLAY,
+    "debug-train-only": _REPLAY,
+    "debug-rollout-only": "rollouts without a trainer (`agentrl eval --split train` plays and stores episodes)",
+    "no-save-optim": "a checkpoint without the optimizer's state",
+    "multimodal-keys": "images in prompts",
 }
 """Flags (without dashes) that users of slime know and that later versions will take, with what they are for."""
+
+_FROM_CHECKPOINT = "the model's shape is read from the checkpoint's config.json"
+
+IMPLIED = {
+    "use-fault-tolerance": "dead engines are always replaced",
+    "balance-data": "micro-batches are always balanced over the ranks",
+    "rollout-shuffle": "tasks are always shuffled, by --seed",
+    "use-tensorboard": "TensorBoard files are always written; --no-tensorboard switches them off",
+    "calculate-per-token-loss": "the loss is always normalized over all tokens of a step",
+    "accumulate-allreduce-grads-in-fp32": "gradients are always summed in fp32",
+    "attention-backend": "the attention follows from what is installed",
+    "log-probs-chunk-size": "log-probabilities are always made in chunks",
+    "loss-mask-type": "loss masks come from the token ledger, whatever the template",
+    "megatron-to-hf-mode": "checkpoints are read and written in Hugging Face form",
+    "train-backend": "the trainer is Megatron-core",
+    "swiglu": _FROM_CHECKPOINT,
+    "vocab-size": _FROM_CHECKPOINT,
+    "make-vocab-size-divisible-by": _FROM_CHECKPOINT,
+    "disable-bias-linear": _FROM_CHECKPOINT,
+    "group-query-attention": _FROM_CHECKPOINT,
+    "untie-embeddings-and-output-weights": _FROM_CHECKPOINT,
+    "use-rotary-position-embeddings": _FROM_CHECKPOINT,
+    "position-embedding-type": _FROM_CHECKPOINT,
+    "max-position-embeddings": _FROM_CHECKPOINT,
+    "seq-length": _FROM_CHECKPOINT,
+}
+"""Flags of slime that ask for what is so here anyway: accepted with a note, whatever stands behind them."""
 
 RENAMED = {
     "bf16": "--dtype bf16",
@@ -47,14 +89,22 @@ RENAMED = {
     "top-p": ("--rollout-top-p", "--eval-top-p"),
     "rollout-top-p": "--eval-top-p",
     "max-tokens": "--rollout-max-response-len",
-    "eval-max-response-len": "--rollout-max-response-len",
-    "eval-max-context-len": "--rollout-max-context-len",
+    "eval-max-prompt-len": "--eval-max-context-len",
+    "rollout-max-prompt-len": "--rollout-max-context-len",
+    "rollout-seed": "--seed",
+    "stop": "--rollout-stop",
     "task-ids": ("--task-id",),
     "time-limit": ("--eval-time-limit",),
     "num-trials": "--n-samples-per-eval-prompt",
     "step": ("--checkpoint",),
     "resume": ("--load", "--output-dir"),
     "disable-grpo-std-normalization": "--no-grpo-std-normalization",
+    "skip-eval-before-train": ("--no-eval-before-train",),
+    "norm-epsilon": "--layernorm-epsilon",
+    "num-experts": "--num-moe-experts",
+    "decoder-first-pipeline-num-layers": "--num-layers-in-first-pipeline-stage",
+    "decoder-last-pipeline-num-layers": "--num-layers-in-last-pipeline-stage",
+    "sglang-server-concurrency": "--rollout-concurrency",
     "env-args": "--env-arg",
     "num-gpus": "--actor-num-gpus-per-node and --rollout-num-gpus",
     "concurrency": "--rollout-concurrency",
@@ -64,6 +114,25 @@ RENAMED = {
 """Names of the same thing elsewhere (slime, Megatron, TRL), with the flag to use here; of several the first that
 the command takes."""
 
+ADVICE = {
+    "eval-config": "Name each held-out set by --eval-prompt-data NAME PATH; a file of options is --config FILE.",
+    "rollout-function-path": "--custom-generate-function-path replaces how one episode is played.",
+    "num-epoch": "Give --num-rollout: epochs × tasks ÷ --rollout-batch-size.",
+    "start-rollout-id": "--load RUN goes on where the run stopped, --load RUN/checkpoints/step_N goes back.",
+    "save-debug-rollout-data": "Every rollout is stored in the run folder as Parquet; `agentrl show RUN` reads it.",
+    "reward-key": "A reward is one number, or named parts that are added up; return only what should count.",
+    "eval-reward-key": "A reward is one number, or named parts that are added up; return only what should count.",
+    "tool-key": "Tools belong to the environment: a ToolEnv lists them in `tools`.",
+    "rollout-top-k": "Training samples from all tokens, because log-probabilities are of the full softmax.",
+    "rollout-stop-token-ids": "Give the text of these tokens to --rollout-stop.",
+    "wandb-key": "Set the variable WANDB_API_KEY; a key on the command line can be read by everybody on the machine.",
+    "wandb-group": "Set the variable WANDB_RUN_GROUP.",
+    "wandb-team": "Set the variable WANDB_ENTITY.",
+    "tensorboard-dir": "TensorBoard files are in the run folder, see --output-dir.",
+    "lr-warmup-fraction": "Give --lr-warmup-steps: the fraction × --num-rollout × --num-steps-per-rollout.",
+}
+"""Flags of slime that have no flag for themselves here, with what to do."""
+
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """The candidate most like ``name``, or None when nothing is close."""
@@ -71,9 +140,16 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-def _renamed(bare: str, known: list[str]) -> str | None:
+def implied(bare: str, words: Sequence[str]) -> str | None:
+    """Why ``bare`` with the values ``words`` needs no saying here; None when it does."""
+    if bare == "kl-coef" and words and words[0].strip("0.") == "":
+        return "no KL divergence is part of the reward"
+    return IMPLIED.get(bare)
+
+
+def renamed(bare: str, known: Iterable[str]) -> str | None:
     """The flag to use for ``bare``: of several names, one that is among ``known``."""
-    names = RENAMED.get(bare, ())
+    names, known = RENAMED.get(bare, ()), list(known)
     if isinstance(names, str):
         return names
     return next((name for name in names if name[2:] in known), None)
@@ -90,9 +166,11 @@ def unknown_message(given: str, bare: str, candidates: Iterable[str], *, as_flag
     """
     noun = "flag" if as_flag else "key"
     if bare in NOT_AVAILABLE:
-        return f"{given}: {NOT_AVAILABLE[bare]} is not available yet in this version."
+        return f"{given}: not available yet: {NOT_AVAILABLE[bare]}."
+    if bare in ADVICE:
+        return f"Unknown {noun} {given}. {ADVICE[bare]}"
     known = list(candidates)
-    right = _renamed(bare, known)
+    right = renamed(bare, known)
     if right is not None:
         return f"Unknown {noun} {given}. Use {right if as_flag else right.lstrip('-').replace('-', '_')}."
     close = nearest(bare, known)

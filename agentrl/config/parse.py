@@ -12,7 +12,7 @@ from typing import Any
 from agentrl.config import passthrough
 from agentrl.config.fields import Option, options
 from agentrl.config.foreign import ForeignField, megatron_fields
-from agentrl.config.names import unknown_message
+from agentrl.config.names import RENAMED, implied, unknown_message
 from agentrl.config.values import EXPECTED, PARSERS, coerce, parse_bool, parse_json_or_text, parse_key_value
 from agentrl.errors import ConfigError
 
@@ -31,10 +31,14 @@ ALIASES = {
 
 @dataclass
 class Given:
-    """Values one place gave: by field name, and how each was written there (for messages)."""
+    """What one place gave: values by field name, and how each was written there (for messages)."""
 
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    """What could not be read, a line each; the rest was read all the same."""
+    notes: list[str] = field(default_factory=list)
+    """What was accepted and has no effect, with the reason."""
 
     def put(self, name: str, value: Any, source: str) -> None:
         """Set ``name``; mappings are merged key by key, repeated pairs are collected."""
@@ -44,6 +48,12 @@ class Given:
             value = self.values.get(name, ()) + value
         self.values[name] = value
         self.sources[name] = source
+
+    def readable(self) -> Given:
+        """Itself. Raises ConfigError with all problems where there are any."""
+        if self.problems:
+            raise ConfigError("\n".join(self.problems))
+        return self
 
 
 def _flag_table(config_class: type) -> dict[str, Option]:
@@ -57,33 +67,48 @@ def parse_flags(config_class: type, argv: Sequence[str]) -> tuple[Given, str | N
     """Read the command line.
 
     Returns:
-        The values given and the path behind ``--config``, if any.
-
-    Raises:
-        ConfigError: Unknown flag (with the nearest right one), missing value, or value of the wrong type.
+        What was given and the path behind ``--config``, if any. Unknown flags (with the nearest right one), missing
+        values and values of the wrong type are its ``problems``.
     """
     table = _flag_table(config_class)
     given, config_file, position = Given(), None, 0
     while position < len(argv):
         word = argv[position]
         if not word.startswith("--") or word == "--":
-            raise ConfigError(f"Unexpected argument {word!r}: options begin with `--`. Quote values that hold spaces.")
+            given.problems.append(
+                f"Unexpected argument {word!r}: options begin with `--`. Quote values that hold spaces."
+            )
+            position += 1
+            continue
         name, sep, inline = word[2:].partition("=")
         behind = _words_behind(argv, position + 1)
         words = [inline] if sep else behind
-        if name == "config":
-            config_file, used = _take(f"--{name}", "a file", words, 1)[0], 1
-        elif name in table:
-            used = _put_own(given, table[name], f"--{name}", words, bool(sep))
-        elif name.startswith("no-") and name[3:] in table and table[name[3:]].kind == "bool":
-            if sep:
-                raise ConfigError(f"--{name} takes no value, got {inline!r}")
-            given.put(table[name[3:]].name, False, f"--{name}")
-            used = 0
-        else:
-            used = _put_foreign(config_class, given, name, words, bool(sep), table)
+        try:
+            if name == "config":
+                config_file, used = _take(f"--{name}", "a file", words, 1)[0], 1
+            else:
+                used = _put(config_class, given, name, words, bool(sep), table)
+        except ConfigError as error:
+            given.problems.append(str(error))
+            used = len(behind)
         position += 1 + (0 if sep else used)
     return given, config_file
+
+
+def _put(config_class: type, given: Given, name: str, words: list[str], inline: bool, table: dict) -> int:
+    """Read the flag ``--name``; returns the number of words used. Raises ConfigError."""
+    if name in table:
+        return _put_own(given, table[name], f"--{name}", words, inline)
+    if name.startswith("no-") and name[3:] in table and table[name[3:]].kind == "bool":
+        if inline:
+            raise ConfigError(f"--{name} takes no value, got {words[0]!r}")
+        given.put(table[name[3:]].name, False, f"--{name}")
+        return 0
+    reason = implied(name, words) if "megatron" in options(config_class) else None
+    if reason is not None:
+        given.notes.append(f"--{name} has no effect: {reason}.")
+        return len(words)
+    return _put_foreign(config_class, given, name, words, inline, table)
 
 
 def _words_behind(argv: Sequence[str], start: int) -> list[str]:
@@ -115,12 +140,14 @@ def _put_own(given: Given, option: Option, flag: str, words: list[str], inline: 
         name, path = _take(flag, "NAME PATH", words, 2)
         given.put(option.name, ((name, path),), flag)
         return 2
+    if option.kind == "list":
+        texts = words if len(words) > 1 else _take(flag, _expected(option), words, 1)
+        given.put(option.name, tuple(texts), flag)
+        return len(texts)
     (word,) = _take(flag, _expected(option), words, 1)
     if option.kind == "mapping":
         key, value = parse_key_value(word, flag)
         given.put(option.name, {key: value}, flag)
-    elif option.kind == "list":
-        given.put(option.name, (word,), flag)
     else:
         given.put(option.name, _read(option, flag, word), flag)
     return 1
@@ -155,7 +182,7 @@ def _choice(option: Option, given: str, value: Any) -> Any:
 def _put_foreign(config_class: type, given: Given, name: str, words: list[str], inline: bool, table: dict) -> int:
     """Read a flag handed on to SGLang or Megatron; returns the number of words used."""
     fields, flag = options(config_class), f"--{name}"
-    if name.startswith("sglang-") and "sglang" in fields:
+    if name.startswith("sglang-") and "sglang" in fields and name not in RENAMED:
         found = passthrough.sglang_field(flag, name[len("sglang-") :])
         key = found.name if found else name[len("sglang-") :].replace("-", "_")
         value, used = _foreign_value(flag, found, words, inline)
@@ -180,9 +207,7 @@ def _unknown(config_class: type, flag: str, name: str, table: dict) -> str:
     if known is None:
         from agentrl.versions import install_command
 
-        return (
-            f"{message} Megatron's own flags are taken when megatron-core is installed: {install_command('train')}."
-        )
+        return f"{message} Megatron's own flags are taken when megatron-core is installed: {install_command('train')}."
     return unknown_message(flag, name, [n.replace("_", "-") for n in known], as_flag=True)
 
 
@@ -204,21 +229,29 @@ def _foreign_value(flag: str, found: ForeignField | None, words: list[str], inli
 
 
 def parse_mapping(config_class: type, values: dict[str, Any], where: str) -> Given:
-    """Read the keys of a file (``where`` names it). Raises ConfigError as :func:`parse_flags` does."""
-    fields, given = options(config_class), Given()
+    """Read the keys of a file (``where`` names it), as :func:`parse_flags` reads flags."""
+    given = Given()
     for key, value in values.items():
-        name, source = str(key).replace("-", "_"), f"{where}: {key}"
-        name = ALIASES.get(config_class.__name__, {}).get(name, name)
-        if name in fields:
-            _put_typed(given, fields[name], source, value)
-        elif name.startswith("sglang_") and "sglang" in fields:
-            _put_typed(given, fields["sglang"], source, {name[len("sglang_") :]: value})
-        elif "megatron" in fields and passthrough.megatron_field(source, name) is not None:
-            _put_typed(given, fields["megatron"], source, {name: value})
-        else:
-            known = [n.replace("_", "-") for n in fields]
-            raise ConfigError(unknown_message(source, name.replace("_", "-"), known, as_flag=False))
+        try:
+            _put_key(config_class, given, str(key), f"{where}: {key}", value)
+        except ConfigError as error:
+            given.problems.append(str(error))
     return given
+
+
+def _put_key(config_class: type, given: Given, key: str, source: str, value: Any) -> None:
+    """Read one key of a file. Raises ConfigError."""
+    fields, name = options(config_class), key.replace("-", "_")
+    name = ALIASES.get(config_class.__name__, {}).get(name, name)
+    if name in fields:
+        _put_typed(given, fields[name], source, value)
+    elif name.startswith("sglang_") and "sglang" in fields:
+        _put_typed(given, fields["sglang"], source, {name[len("sglang_") :]: value})
+    elif "megatron" in fields and passthrough.megatron_field(source, name) is not None:
+        _put_typed(given, fields["megatron"], source, {name: value})
+    else:
+        known = [n.replace("_", "-") for n in fields]
+        raise ConfigError(unknown_message(source, name.replace("_", "-"), known, as_flag=False))
 
 
 def _put_typed(given: Given, option: Option, source: str, value: Any) -> None:

@@ -63,6 +63,9 @@ class SamplingOptions:
     """Sampling temperature in training; log-probabilities are of the softmax at this temperature."""
     rollout_top_p: Annotated[float, Range(low=0.0, high=1.0, low_open=True)] = 1.0
     """Nucleus sampling. Training takes 1 only: log-probabilities are those before truncation."""
+    rollout_stop: tuple[str, ...] = ()
+    """Text that ends a model turn in training, beside what the environment and the call format say. Several texts, or
+    repeatable."""
 
 
 @dataclass(frozen=True, kw_only=True)

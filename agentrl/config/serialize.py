@@ -32,7 +32,7 @@ def from_dict(config_class: type, values: dict[str, Any]) -> Any:
     Raises:
         ConfigError: Unknown key or value of the wrong type.
     """
-    given = parse_mapping(config_class, values, config_class.__name__).values
+    given = parse_mapping(config_class, values, config_class.__name__).readable().values
     for name in ("hf_checkpoint", "ref_load"):
         if given.get(name) == DEMO:
             given[name] = str(demo_folder())

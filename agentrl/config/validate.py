@@ -144,17 +144,28 @@ def _import_path(flag: str, spec: str | None) -> Iterator[str]:
         return
     place, sep, attribute = spec.rpartition(":")
     if not sep or not place or not attribute.isidentifier():
-        yield f"{flag}: expected module:name or path/to/file.py:name, got {spec!r}"
+        dotted = re.fullmatch(r"([\w.]+)\.(\w+)", spec)
+        hint = f"; write {dotted[1]}:{dotted[2]}" if dotted else ""
+        yield f"{flag}: expected module:name or path/to/file.py:name, got {spec!r}{hint}"
     elif place.endswith(".py") and not Path(place).is_file():
         yield f"{flag}: no such file: {place}"
 
 
 def _lengths(config: Config | EvalConfig) -> Iterator[str]:
-    if config.rollout_max_response_len >= config.rollout_max_context_len:
-        yield (
-            f"--rollout-max-response-len {config.rollout_max_response_len} leaves no room for a prompt in "
-            f"--rollout-max-context-len {config.rollout_max_context_len}: it must be smaller."
-        )
+    for limits, response, context in (
+        (config, "--rollout-max-response-len", "--rollout-max-context-len"),
+        (
+            config.held_out,
+            "--eval-max-response-len" if config.eval_max_response_len else "--rollout-max-response-len",
+            "--eval-max-context-len" if config.eval_max_context_len else "--rollout-max-context-len",
+        ),
+    ):
+        if limits.rollout_max_response_len >= limits.rollout_max_context_len:
+            yield (
+                f"{response} {limits.rollout_max_response_len} leaves no room for a prompt in {context} "
+                f"{limits.rollout_max_context_len}: it must be smaller."
+            )
+            return
 
 
 def _read_model(folder: str) -> tuple[dict[str, Any] | None, str | None]:
@@ -183,11 +194,13 @@ def _model(config: Config | EvalConfig) -> Iterator[str]:
         yield f"--hf-checkpoint: {problem}"
         return
     positions = model.get("max_position_embeddings")
-    if isinstance(positions, int) and config.rollout_max_context_len > positions:
-        yield (
-            f"--rollout-max-context-len {config.rollout_max_context_len} is more than the model's "
-            f"max_position_embeddings {positions}: give at most {positions}."
-        )
+    for name in ("rollout_max_context_len", "eval_max_context_len"):
+        given = getattr(config, name)
+        if isinstance(positions, int) and given is not None and given > positions:
+            yield (
+                f"--{name.replace('_', '-')} {given} is more than the model's max_position_embeddings {positions}: "
+                f"give at most {positions}."
+            )
     if isinstance(config, Config):
         if config.ref_load is not None and config.use_kl_loss:
             problem = _read_model(config.ref_load)[1]
@@ -331,6 +344,7 @@ _NEEDS = {
     "eval_prompt_data": ("--eval-interval", lambda c: c.eval_interval > 0),
     "eval_env": ("--eval-interval", lambda c: c.eval_interval > 0),
     "eval_own_split": ("--eval-interval", lambda c: c.eval_interval > 0),
+    "eval_before_train": ("--eval-interval", lambda c: c.eval_interval > 0),
     "best_metric": ("--eval-interval", lambda c: c.eval_interval > 0),
 }
 

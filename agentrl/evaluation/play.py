@@ -96,7 +96,7 @@ async def play_set(
         policy.client,
         policy.chat,
         eval_params(cfg),
-        episode_limits(cfg),
+        episode_limits(cfg.held_out),
         cfg.rollout_concurrency,
         max_retries=cfg.max_retries,
         generate=cfg.custom_generate_function_path,

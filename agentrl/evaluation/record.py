@@ -27,6 +27,7 @@ SAMPLING = (
     "eval_temperature",
     "eval_top_p",
     "eval_top_k",
+    "eval_stop",
     "seed",
     "rollout_max_response_len",
     "rollout_max_context_len",
@@ -44,7 +45,7 @@ def identity(cfg: EvalConfig, sets: Iterable[HeldOutSet], model: dict[str, Any])
     """JSON-ready description of what is evaluated; equal for reruns of the same command on unchanged code and data."""
     described = {
         "model": model,
-        "sampling": {name: getattr(cfg, name) for name in SAMPLING},
+        "sampling": {name: getattr(cfg.held_out, name) for name in SAMPLING},
         "episodes_per_task": cfg.n_samples_per_eval_prompt,
         "sets": {held_out.name: _of_set(held_out) for held_out in sets},
     }

@@ -68,7 +68,10 @@ def make_env(spec: str, kwargs: dict[str, Any], *, tool_timeout: float | None = 
 def rollout_params(cfg: Any) -> SamplingParams:
     """Sampling of training episodes."""
     return SamplingParams(
-        temperature=cfg.rollout_temperature, top_p=cfg.rollout_top_p, max_new_tokens=cfg.rollout_max_response_len
+        temperature=cfg.rollout_temperature,
+        top_p=cfg.rollout_top_p,
+        max_new_tokens=cfg.rollout_max_response_len,
+        stop=cfg.rollout_stop,
     )
 
 
@@ -78,12 +81,13 @@ def eval_params(cfg: Any) -> SamplingParams:
         temperature=cfg.eval_temperature,
         top_p=cfg.eval_top_p,
         top_k=cfg.eval_top_k,
-        max_new_tokens=cfg.rollout_max_response_len,
+        max_new_tokens=cfg.held_out.rollout_max_response_len,
+        stop=cfg.eval_stop or getattr(cfg, "rollout_stop", ()),
     )
 
 
 def episode_limits(cfg: Any) -> EpisodeLimits:
-    """Budgets of an episode."""
+    """Budgets of an episode of training; of a held-out one with ``cfg.held_out``."""
     return EpisodeLimits(
         max_turns=cfg.max_turns,
         max_response_len=cfg.rollout_max_response_len,
@@ -98,7 +102,7 @@ def engine_spec(cfg: Any, model_dir: str) -> EngineSpec:
     """What each engine of a run serves, and on what."""
     gpu = has_gpu()
     dtype = {"bf16": "bfloat16", "fp32": "float32", "auto": None}[cfg.dtype]
-    cpu_tokens = max(2 * cfg.rollout_max_context_len, min(cfg.rollout_concurrency, 128) * cfg.rollout_max_context_len)
+    cpu_tokens = max(2, min(cfg.rollout_concurrency, 128)) * cfg.longest_context
     extra = dict(cfg.sglang)
     return EngineSpec(
         model_path=model_dir,
@@ -115,10 +119,10 @@ def engine_spec(cfg: Any, model_dir: str) -> EngineSpec:
 
 def _context_length(cfg: Any, model_dir: str) -> int:
     """What the engine is told. SGLang keeps a few tokens of it for itself, so it gets more than an episode uses."""
-    wanted = cfg.rollout_max_context_len + CONTEXT_MARGIN
+    wanted = cfg.longest_context + CONTEXT_MARGIN
     config = json.loads((Path(model_dir) / "config.json").read_text())
     trained = config.get("max_position_embeddings")
-    return wanted if trained is None else max(min(wanted, trained), cfg.rollout_max_context_len)
+    return wanted if trained is None else max(min(wanted, trained), cfg.longest_context)
 
 
 def engine_threads(cfg: Any) -> int:

@@ -37,7 +37,8 @@ async def training_loop(
     synced = await rollout.update_weights(trainer, start)
     keep_best(cfg, checkpoints=checkpoints, run=run, progress=progress)
     evaluated = {evaluation["step"] for evaluation in run.evaluations()}
-    if start not in evaluated and (start == 0 or due(start, cfg.eval_interval, cfg.num_rollout)) and cfg.eval_interval:
+    at_start = due(start, cfg.eval_interval, cfg.num_rollout) if start else cfg.eval_before_train
+    if at_start and cfg.eval_interval and start not in evaluated:
         await evaluate(rollout, start, run=run, progress=progress)
 
     for step in range(start, cfg.num_rollout):

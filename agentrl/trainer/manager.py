@@ -23,6 +23,7 @@ from agentrl.evaluation.heldout import HeldOutSet, held_out_sets, run_set
 from agentrl.process import write_log_to
 from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.client import EngineClient
+from agentrl.rollout.conversation import EpisodeLimits
 from agentrl.rollout.setup import engine_spec, episode_limits, eval_params, has_gpu, make_env, rollout_params
 from agentrl.rollout.worker import EpisodeRunner
 from agentrl.trainer.advantages import grpo
@@ -85,7 +86,7 @@ class RolloutManager:
             raise
         await starting
         self.client = EngineClient(self.pool.router_url, self.pool.router_key)
-        self.runner = self._runner(*cfg.env_spec(), rollout_params(cfg), cfg.rollout_concurrency)
+        self.runner = self._runner(*cfg.env_spec(), rollout_params(cfg), episode_limits(cfg))
 
     def _open_data(self) -> None:
         cfg = self.cfg
@@ -100,14 +101,14 @@ class RolloutManager:
         self.buffer = DataBuffer(source)
         self.held_out: list[HeldOutSet] = held_out_sets(cfg) if cfg.eval_interval else []
 
-    def _runner(self, spec: str, kwargs: dict[str, Any], params: Any, concurrency: int) -> EpisodeRunner:
+    def _runner(self, spec: str, kwargs: dict[str, Any], params: Any, limits: EpisodeLimits) -> EpisodeRunner:
         return EpisodeRunner(
             lambda: make_env(spec, kwargs, tool_timeout=self.cfg.tool_timeout),
             self.client,
             self.chat,
             params,
-            episode_limits(self.cfg),
-            concurrency,
+            limits,
+            self.cfg.rollout_concurrency,
             generate=self.cfg.custom_generate_function_path,
         )
 
@@ -250,7 +251,7 @@ class RolloutManager:
         summaries: dict[str, dict[str, Any]] = {}
         self._count(sum(len(s.tasks) for s in self.held_out) * cfg.n_samples_per_eval_prompt)
         for held_out in self.held_out:
-            runner = self._runner(held_out.spec, held_out.kwargs, eval_params(cfg), cfg.rollout_concurrency)
+            runner = self._runner(held_out.spec, held_out.kwargs, eval_params(cfg), episode_limits(cfg.held_out))
             try:
                 playing = run_set(
                     runner,

@@ -134,7 +134,8 @@ def test_ctrl_c_ends_with_130(training, train_flags, capsys):
 
 
 @pytest.mark.parametrize(
-    ("module", "hint"), [("torch", "agentrl-toolkit[train]"), ("ray.util", "agentrl-toolkit[train]"), ("sglang", "make venv")]
+    ("module", "hint"),
+    [("torch", "agentrl-toolkit[train]"), ("ray.util", "agentrl-toolkit[train]"), ("sglang", "make venv")],
 )
 def test_a_missing_package_names_the_extra(training, train_flags, capsys, module, hint):
     def needs(config):
