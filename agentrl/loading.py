@@ -56,7 +56,7 @@ def load_object(spec: str, what: str = "object") -> Any:
     location, separator, name = spec.rpartition(":")
     if not separator or not location or not name:
         raise ConfigError(f"{what} {spec!r}: expected module:Name or path/to/file.py:Name.")
-    module = load_file(location, what) if location.endswith(".py") else _load_module(location, what)
+    module = load_file(location, what) if location.endswith(".py") else load_module(location, what)
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
@@ -67,7 +67,12 @@ def load_object(spec: str, what: str = "object") -> Any:
     return value
 
 
-def _load_module(name: str, what: str) -> types.ModuleType:
+def load_module(name: str, what: str) -> types.ModuleType:
+    """Imports a module, which may lie in the working directory.
+
+    Raises:
+        ConfigError: There is none of that name. Errors of its own code pass through.
+    """
     # The `agentrl` command is a script elsewhere, so Python does not look where the person is.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

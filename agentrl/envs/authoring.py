@@ -59,6 +59,7 @@ def written(function: Function) -> Function:
 def taking_settings(init: Function) -> Function:
     """A constructor that also takes the class's ``settings`` its signature does not name.
 
+    They are no business of its ``**kwargs``, which may go to something that never heard of them.
     The outermost one of an object ends with ``_made``, when every attribute is set.
     """
     parameters = inspect.signature(init).parameters
@@ -66,10 +67,12 @@ def taking_settings(init: Function) -> Function:
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in () if open_ended else self.settings:
-            if name in kwargs and name not in parameters:
-                setattr(self, name, kwargs.pop(name))
+        given = {name: kwargs.pop(name) for name in self.settings if name in kwargs and name not in parameters}
+        for name, value in given.items():
+            setattr(self, name, value)
         init(self, *args, **kwargs)
+        for name, value in given.items() if open_ended else ():
+            setattr(self, name, value)  # a class it derives from may name it, and have set its default
         if type(self).__init__ is __init__:
             self._made()
 

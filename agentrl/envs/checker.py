@@ -29,6 +29,7 @@ from agentrl.envs.tool_env import ToolEnv
 from agentrl.envs.tool_schemas import schema_problems
 from agentrl.envs.wrapper import Wrapper
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.rewards.number import checked_reward
 from agentrl.tools.threads import run_blocking, run_coroutine
 
 Make = Callable[[], Env | Wrapper]
@@ -308,8 +309,7 @@ def _checked_step(env: Any, action: str) -> Any:
         raise CheckFailed(f"the observation {result[0]!r:.60} is not in {env.observation_space!r}")
     check_messages(info["messages"], "info['messages']")
     for name, value in (info.get("rewards") or {}).items():
-        if not np.isfinite(float(value)):
-            raise CheckFailed(f"info['rewards'][{name!r}] is {value!r}; a finite number is expected")
+        checked_reward(value, f"info['rewards'][{name!r}]")
     check_json(info, "step")
     return result
 

@@ -11,13 +11,13 @@ import math
 from typing import Any, ClassVar
 
 import gymnasium
-import numpy as np
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.utils import seeding
 
 from agentrl.envs.authoring import PAIRS, SKIP, complete_pair, taking_settings, written
 from agentrl.envs.spaces import Unicode
 from agentrl.errors import ConfigError, EnvError
+from agentrl.rewards.number import checked_reward
 from agentrl.tools.threads import run_blocking
 from agentrl.types import Message, StopReason
 
@@ -242,19 +242,6 @@ for _pair in PAIRS:
     complete_pair(Env, *_pair)
 
 
-def checked_reward(reward: Any, where: str) -> float:
-    """``reward`` as a float.
-
-    Raises:
-        EnvError: It is not a finite number; the text names ``where`` it came from.
-    """
-    if isinstance(reward, (bool, int, float, np.number, np.bool_)):
-        value = float(reward)
-        if math.isfinite(value):
-            return value
-    raise EnvError(f"{where} returned the reward {_brief(reward)}; a finite number is expected.")
-
-
 def checked_start(result: Any, where: str) -> tuple[str, dict[str, Any]]:
     """What a ``reset`` returned, of the right form.
 
@@ -278,7 +265,7 @@ def checked_step(result: Any, where: str) -> tuple[str, float, bool, bool, dict[
         raise EnvError(f"{where} must return (observation, reward, terminated, truncated, info), got {_brief(result)}.")
     observation, reward, terminated, truncated, info = result
     _check_types(where, observation, info)
-    return observation, checked_reward(reward, where), bool(terminated), bool(truncated), info
+    return observation, checked_reward(reward, f"the reward of {where}"), bool(terminated), bool(truncated), info
 
 
 def say_how_it_ended(info: dict[str, Any], terminated: bool, truncated: bool) -> None:

@@ -25,6 +25,7 @@ from agentrl.envs.gym_text import (
     without_colors,
 )
 from agentrl.errors import ConfigError
+from agentrl.loading import load_module
 from agentrl.tools.parsers import get_parser
 from agentrl.types import Message
 
@@ -262,12 +263,15 @@ class GymEnv(Env):
 
 def _made(id: str, observation: str, env_args: dict[str, Any]) -> tuple[gymnasium.Env[Any, Any], bool]:
     """The environment, and whether it renders text."""
+    module, _, known_as = id.rpartition(":")
+    if module:  # importing it registers what it has
+        load_module(module, f"gym:{id}")
     try:
-        spec = gymnasium.spec(id)
+        spec = gymnasium.spec(known_as)
         ansi = observation != "text" and "ansi" in _render_modes(spec, env_args)
         if observation == "ansi" and not ansi:
             raise ConfigError(f"gym:{id} has no `ansi` rendering; leave observation at 'auto'.")
-        env = gymnasium.make(id, **env_args, **({"render_mode": "ansi"} if ansi else {}))
+        env = gymnasium.make(known_as, **env_args, **({"render_mode": "ansi"} if ansi else {}))
     except (GymnasiumError, ImportError, TypeError) as error:
         raise ConfigError(f"gym:{id} cannot be made: {error}") from error
     if isinstance(env.unwrapped, Env):

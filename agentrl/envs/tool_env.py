@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from agentrl.envs.core import Env, checked_reward, require_number
+from agentrl.envs.core import Env, require_number
 from agentrl.envs.dataset import content_hash
 from agentrl.envs.judging import check_reward, is_success, reward_of
 from agentrl.envs.tool_tasks import task_index, task_row
 from agentrl.errors import ConfigError
 from agentrl.rewards import RewardSet
+from agentrl.rewards.number import checked_reward
 from agentrl.shared_keys import SharedKeys
 from agentrl.tools.base import FunctionTool, Tool, ToolErrorType, ToolResult
 from agentrl.tools.execution import close_tools, run_calls
@@ -257,8 +258,10 @@ class ToolEnv(Env):
     def _earned_by_calls(self, calls: list[ToolCall], results: list[ToolResult]) -> float:
         wrong = (ToolErrorType.PARSE, ToolErrorType.UNKNOWN_TOOL, ToolErrorType.INVALID_ARGUMENTS)
         invalid = sum(r.error is not None and r.error.type in wrong for r in results)
-        given = sum(checked_reward(r.reward, f"tool {c.name!r}") for c, r in zip(calls, results, strict=True))
-        return given + invalid * self.invalid_call_reward
+        given = (
+            checked_reward(r.reward, f"the reward of tool {c.name!r}") for c, r in zip(calls, results, strict=True)
+        )
+        return sum(given) + invalid * self.invalid_call_reward
 
     def _by_name(self, tools: Sequence[Tool]) -> dict[str, Tool]:
         by_name = {tool.name: tool for tool in tools}

@@ -39,7 +39,8 @@ from agentrl.evaluation.report import Report
 from agentrl.evaluation.results import SUMMARY, TRAJECTORIES, EvalResult, load
 from agentrl.progress import Progress, shown
 from agentrl.rewards import load as load_reward
-from agentrl.rollout.episode import checked_reward, describe
+from agentrl.rewards.number import checked_reward
+from agentrl.rollout.episode import describe
 from agentrl.rollout.setup import make_env
 from agentrl.tools.threads import run_blocking
 from agentrl.types import Message, Outcome, StopReason, Trajectory, replace
@@ -246,7 +247,7 @@ async def _judged(env: ToolEnv, trajectory: Trajectory) -> Trajectory:
 def _add(parts: dict[str, float], *further: Mapping[str, Any]) -> None:
     for given in further:
         for name, value in given.items():
-            parts[name] = parts.get(name, 0.0) + checked_reward(value, f"reward {name!r}")
+            parts[name] = parts.get(name, 0.0) + checked_reward(value, f"the reward {name!r}")
 
 
 async def _replayed(env: Any, trajectory: Trajectory, opening: Sequence[Message]) -> Trajectory:
@@ -263,7 +264,7 @@ async def _replayed(env: Any, trajectory: Trajectory, opening: Sequence[Message]
         if over:
             raise NotRescored("its environment ends the episode earlier now")
         observation, reward, terminated, truncated, step = await _call(env, "step", text)
-        rewards.append(checked_reward(reward))
+        rewards.append(checked_reward(reward, "the reward of a step"))
         _add(parts, step.get("rewards") or {})
         success = bool(step["success"]) if step.get("success") is not None else success
         over = terminated or truncated

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from agentrl.errors import AgentRLError, ConfigError, EnvError
+from agentrl.errors import AgentRLError, ConfigError
 from agentrl.loading import is_spec, load_object
 from agentrl.rewards.mathematics import math_answer
+from agentrl.rewards.number import checked_reward
 from agentrl.rewards.text import exact_match, f1
 from agentrl.tools.threads import run_blocking
 
@@ -147,7 +147,7 @@ class RewardSet:
                 function = await run_blocking(_instance, function) if made is None else made
             value = await _call(function, text, answer, named)
             for part, number in (value if isinstance(value, dict) else {name: value}).items():
-                result[part] = result.get(part, 0.0) + weight * _finite(number, name)
+                result[part] = result.get(part, 0.0) + weight * checked_reward(number, f"what the reward {name!r} gave")
         return result
 
 
@@ -168,13 +168,3 @@ async def _call(function: RewardFunction, text: str, answer: Any, named: dict[st
         return await function(*arguments, **keywords)
     value = await run_blocking(function, *arguments, **keywords)
     return await value if inspect.isawaitable(value) else value
-
-
-def _finite(value: Any, name: str) -> float:
-    try:
-        number = float(value) if not isinstance(value, str) else math.nan
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise EnvError(f"reward {name!r} returned {value!r}; a finite number is expected.")
-    return number

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.errors import EnvError
+from agentrl.rewards.number import checked_reward
 from agentrl.rollout.conversation import Conversation
-from agentrl.rollout.env_calls import checked_reward
 from agentrl.types import Message
 
 SOLE_AGENT = "agent"
@@ -64,12 +64,11 @@ def shares(agents: Mapping[str, AgentPart], reward: float, given: Any) -> list[t
     """What each agent gets of a step: its part of ``info["agent_rewards"]``; without that, the step's reward each.
 
     Raises:
-        EnvError: rewards for agents that take no part.
-        ValueError: one is not a finite number.
+        EnvError: rewards for agents that take no part, or one that is not a finite number.
     """
     if given is None:
         return [(agent, reward) for agent in agents.values()]
     unknown = sorted(set(given) - set(agents))
     if unknown:
         raise EnvError(f"agent_rewards names {unknown}, which take no part; the agents are {sorted(agents)}")
-    return [(agent, checked_reward(given.get(name, 0.0), f"reward of {name!r}")) for name, agent in agents.items()]
+    return [(agent, checked_reward(given.get(name, 0.0), f"the reward of {name!r}")) for name, agent in agents.items()]

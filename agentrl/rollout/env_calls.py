@@ -1,29 +1,12 @@
-"""Calls into users' code: environments that block, rewards that are no numbers, exceptions that end everything."""
+"""Calls into users' code: environments that block, and exceptions that end everything."""
 
 from __future__ import annotations
 
-import math
 import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from agentrl.tools.threads import run_blocking
-
-
-def checked_reward(value: Any, what: str = "reward") -> float:
-    """``value`` as a float.
-
-    Raises:
-        ValueError: it is not a finite number.
-    """
-    if not isinstance(value, str | bytes) and value is not None:
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if math.isfinite(number):
-            return number
-    raise ValueError(f"{what} is {value!r} ({type(value).__name__}); a finite number is expected")
 
 
 def describe(error: BaseException, frames: int = 3) -> str:

@@ -13,17 +13,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.errors import ConfigError, EnvError, InfraError, LedgerError
+from agentrl.rewards.number import checked_reward
 from agentrl.rollout.agents import SOLE_AGENT, AgentPart, Opening, shares
 from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.client import PolicyClient
 from agentrl.rollout.conversation import Conversation, EpisodeEnd, EpisodeLimits, Turn
-from agentrl.rollout.env_calls import checked_reward, describe, entry_point
+from agentrl.rollout.env_calls import describe, entry_point
 from agentrl.rollout.generate_hook import GenerateContext, GenerateFunction
 from agentrl.tools.parsers import get_parser
 from agentrl.tools.threads import contained
 from agentrl.types import Message, Outcome, SamplingParams, StopReason, Task, Trajectory
 
-__all__ = ["Episode", "EpisodeLimits", "checked_reward", "describe", "play_episode", "run_episode"]
+__all__ = ["Episode", "EpisodeLimits", "describe", "play_episode", "run_episode"]
 
 _STEP_KEYS = frozenset(
     {"messages", "tools", "stop", "raw_prompt", "stop_reason", "rewards", "success", "tool_calls"}
@@ -213,7 +214,7 @@ class Episode:
             raise EnvError("the custom generate function returned without sampling; call ctx.generate()")
         reward = returned if returned is not None else context.reward
         if reward is not None:
-            self._acting.turn_rewards = [checked_reward(reward)]
+            self._acting.turn_rewards = [checked_reward(reward, "the reward of the custom generate function")]
         self._keep({"rewards": context.rewards, "success": context.success})
         return last.cut_short or StopReason.DONE
 
@@ -291,7 +292,7 @@ class Episode:
         observation, reward, terminated, truncated, info = await self._call("step", action)
         if self.conversation.turns:
             self.conversation.turns[-1]["env_seconds"] = self._acting.env_seconds - before
-        reward = checked_reward(reward)
+        reward = checked_reward(reward, f"the reward of {type(self.env).__name__}.step")
         given = info.get("agent_rewards") if self._several else None
         for agent, share in shares(self._agents, reward, given):
             agent.earn(share, acted=agent is self._acting)
@@ -348,7 +349,7 @@ class Episode:
         turn = self.conversation.num_turns
         self._acting.tool_calls += [{"turn": turn, **call} for call in info.get("tool_calls") or ()]
         for name, value in (info.get("rewards") or {}).items():
-            self._rewards[name] = self._rewards.get(name, 0.0) + checked_reward(value, f"reward {name!r}")
+            self._rewards[name] = self._rewards.get(name, 0.0) + checked_reward(value, f"the reward {name!r}")
         if info.get("success") is not None:
             self._success = bool(info["success"])
         self._info.update((k, v) for k, v in info.items() if k not in _STEP_KEYS)

@@ -176,9 +176,9 @@ def test_names_that_say_one_thing_and_do_the_other_are_refused():
         (("", 0.0, False, {}), "must return \\(observation, reward"),
         ((None, 0.0, False, False, {}), "observation as str, got None"),
         (("", 0.0, False, False, None), "info as dict, got None"),
-        (("", float("nan"), False, False, {}), "reward nan .* finite number"),
-        (("", "1", False, False, {}), "reward '1' .* finite number"),
-        (("", None, False, False, {}), "reward None"),
+        (("", float("nan"), False, False, {}), "reward of Broken.step is nan .* finite number"),
+        (("", "1", False, False, {}), "step is '1' .* finite number"),
+        (("", None, False, False, {}), "step is None"),
     ],
 )
 def test_a_broken_transition_names_what_is_wrong(result, message):
@@ -230,6 +230,14 @@ def test_settings_are_taken_by_every_constructor():
     assert (env.size, env.max_turns, env.call_format, Own.max_turns) == (3, 2, "none", 4)
     with pytest.raises(TypeError):
         Own(3, max_tuns=2)
+
+    class Adapter(Own):
+        def __init__(self, **others: Any) -> None:
+            super().__init__(3)
+            self.max_turns, self.others = 8, others
+
+    env = Adapter(max_turns=2, render_mode="ansi", level=5)
+    assert (env.max_turns, env.render_mode, env.others) == (2, "ansi", {"level": 5})
     with pytest.raises(TypeError, match="max_tuns"):
         Guess(max_tuns=2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import warnings
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import agentrl
+from agentrl.cli.main import main
 from agentrl.envs.gym_text import ActionError, observation_words, parse_action, without_colors
 from agentrl.errors import ConfigError
 
@@ -248,7 +250,7 @@ def test_fixed_tasks_are_environment_seed_and_options():
         ("test/Image-v0", {}, "at most 64 values"),
         ("test/Both-v0", {}, "cannot be named in text"),
         ("agentrl/search-v0", {}, "a text environment already: use --env agentrl/search-v0"),
-        ("no.such.package:Env-v0", {}, "cannot be made"),
+        ("no.such.package:Env-v0", {}, "no module 'no' can be imported"),
     ],
 )
 def test_what_cannot_be_played_is_refused_when_it_is_made(id, settings, message):
@@ -360,3 +362,50 @@ def test_colors_become_brackets():
     drawn = "\n\x1b[41mS\x1b[0mF \x1b[34;1mY\x1b[0m \x1b[35mR\x1b[0m \x1b[32mG\x1b[0m \x1b[1mb\x1b[0m\x1b[2J\n"
     assert without_colors(drawn) == ("[S]F (Y) {R} <G> b", True)
     assert without_colors("plain\n") == ("plain", False)
+
+
+THIRD_PARTY = """
+import gymnasium
+
+
+class Tiny(gymnasium.Env):
+    action_space = gymnasium.spaces.Discrete(2)
+    observation_space = gymnasium.spaces.Discrete(3)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return 0, {}
+
+    def step(self, action):
+        return int(action), float(action), True, False, {}
+
+
+gymnasium.register("Tiny-v0", entry_point=Tiny)
+gymnasium.register("toys/Tiny-v0", entry_point=Tiny)
+"""
+
+
+@pytest.fixture
+def tinypkg(tmp_path, monkeypatch):
+    """A package that registers its environments when it is imported."""
+    (tmp_path / "tinypkg").mkdir()
+    (tmp_path / "tinypkg" / "__init__.py").write_text(THIRD_PARTY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "tinypkg"
+    sys.modules.pop("tinypkg", None)
+    for name in ("Tiny-v0", "toys/Tiny-v0"):
+        gymnasium.registry.pop(name, None)
+
+
+@pytest.mark.parametrize("name", ["Tiny-v0", "toys/Tiny-v0"])
+def test_an_environment_of_a_package_that_nobody_imported(tinypkg, name, capsys):
+    assert play(agentrl.make(f"gym:tinypkg:{name}"), ["action: 1"])[-1][1] == 1.0
+    assert main(["env", "show", f"gym:tinypkg:{name}"]) == 0
+    assert "You play Tiny" in capsys.readouterr().out
+
+
+def test_a_package_that_is_not_there_is_named(tinypkg):
+    with pytest.raises(ConfigError, match="gym:nopkg:Tiny-v0: no module 'nopkg' can be imported"):
+        agentrl.make("gym:nopkg:Tiny-v0")
+    with pytest.raises(ConfigError, match="gym:tinypkg:Tinny-v0 cannot be made"):
+        agentrl.make("gym:tinypkg:Tinny-v0")

@@ -1,0 +1,33 @@
+"""What counts as a reward: one rule, whoever gave it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from agentrl.errors import EnvError
+
+
+def checked_reward(value: Any, where: str) -> float:
+    """``value`` as a float: a number of Python, NumPy, torch or any other kind, or an array that holds one of them.
+
+    Raises:
+        EnvError: It is not one finite number; the text names ``where`` it came from.
+    """
+    number = value if type(value) is float else _number(value)
+    if number is not None and math.isfinite(number):
+        return number
+    text = " ".join(repr(value).split())
+    shown = f"{text[:80]}{'…' if len(text) > 80 else ''}"
+    raise EnvError(f"{where} is {shown} ({type(value).__name__}); a finite number is expected.")
+
+
+def _number(value: Any) -> float | None:
+    """Text is no number, even where Python would read it as one."""
+    try:
+        item = getattr(value, "item", None)  # NumPy scalars and arrays, torch tensors
+        if callable(item):
+            value = item()
+        return None if isinstance(value, (str, bytes, bytearray)) else float(value)
+    except Exception:  # more than one number, or an object whose own conversion raises
+        return None
