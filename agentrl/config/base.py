@@ -63,6 +63,8 @@ class OptionSet:
             "apply_chat_template": self.apply_chat_template,
             "reward": self.custom_rm_path or self.rm_type,
         }
+        if self.rm_url is not None:
+            kwargs["rm_url"] = self.rm_url
         if self.streaming_data:
             kwargs |= {"streaming": True, "workers": self.num_data_workers}
         return "agentrl.envs.prompt:PromptEnv", kwargs

@@ -42,8 +42,11 @@ class EnvironmentOptions:
     """Field of a task line that is handed to the reward function as it is."""
     apply_chat_template: bool = True
     """Put string prompts into the model's chat template as one user message; otherwise they are sent as they are."""
-    rm_type: Literal["exact_match", "f1", "math"] = "exact_match"
-    """Reward of prompt data, from the library."""
+    rm_type: Literal["exact_match", "f1", "math", "deepscaler", "dapo", "gpqa", "remote_rm"] = "exact_match"
+    """Reward of prompt data, from the library (docs/rewards.md); `remote_rm` asks the server at --rm-url."""
+    rm_url: str | None = None
+    """Address of a reward server, with --rm-type remote_rm: `{"prompt", "response", "label"}` is posted to it, and a
+    number or an object of named numbers comes back."""
     custom_rm_path: str | None = None
     """Reward function or class of your own for prompt data, `module:name` or `file.py:name`; replaces --rm-type."""
     streaming_data: bool = False

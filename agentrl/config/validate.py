@@ -121,6 +121,10 @@ def _environment(config: Config | EvalConfig, explicit: Mapping[str, str]) -> It
                 )
     if config.custom_rm_path is not None and "rm_type" in explicit:
         yield f"{explicit['rm_type']} and --custom-rm-path exclude each other: there is one reward."
+    if (config.rm_type == "remote_rm") != (config.rm_url is not None):
+        yield "--rm-type remote_rm and --rm-url ADDRESS belong together: one of them is missing."
+    elif config.rm_url is not None and not config.rm_url.startswith(("http://", "https://")):
+        yield f"--rm-url: expected http://HOST:PORT/PATH, got {config.rm_url!r}"
     for name in ("custom_rm_path", "custom_generate_function_path", "data_source_path"):
         yield from _import_path("--" + name.replace("_", "-"), getattr(config, name, None))
 

@@ -23,9 +23,10 @@ class PromptEnv(ToolEnv):
         label_key: Column of the answer.
         metadata_key: Column handed to the reward as ``row["metadata"]``.
         apply_chat_template: False: ``info["raw_prompt"]`` holds the text to send without a template.
-        reward: A name (``exact_match``, ``f1``, ``math``), a function or class, ``module:name`` or ``file.py:name``,
-            or a list of them, each alone or as ``(weight, reward)``; called as ``reward(text, answer)``, see
-            :mod:`agentrl.rewards`.
+        reward: A name (see :data:`agentrl.rewards.BUILT_IN`; ``remote_rm`` with ``rm_url``), a
+            function or class, ``module:name`` or ``file.py:name``, or a list of them, each alone or
+            as ``(weight, reward)``; called as ``reward(text, answer)``, see :mod:`agentrl.rewards`.
+        rm_url: Address of the server that ``remote_rm`` asks.
         test_fraction: Share of the rows held out of training.
         data_seed: Handed to a function that makes the rows and takes ``seed``.
         streaming: Leave the rows on disk.
@@ -50,6 +51,7 @@ class PromptEnv(ToolEnv):
         metadata_key: str | None = None,
         apply_chat_template: bool = True,
         reward: Any = "exact_match",
+        rm_url: str | None = None,
         test_fraction: float = 0.0,
         data_seed: int = 0,
         streaming: bool = False,
@@ -61,7 +63,8 @@ class PromptEnv(ToolEnv):
         loaded = open_rows(path, columns, seed=data_seed, streaming=streaming, workers=workers, cache_dir=cache_dir)
         if not apply_chat_template and loaded.chats:
             raise DataError(f"{path} has prompts in chat form: they need a chat template (apply_chat_template).")
-        self.reward = rewards.resolve(reward)
+        remote = reward == "remote_rm" and rm_url is not None
+        self.reward = rewards.RemoteReward(rm_url) if remote else rewards.resolve(reward)
         compares = next((name for name, function in rewards.BUILT_IN.items() if function is self.reward), None)
         if compares and not loaded.answered:
             raise DataError(

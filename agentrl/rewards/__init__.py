@@ -10,21 +10,27 @@ OpenAI-compatible server (:class:`Judge`).
 """
 
 from agentrl.rewards.batched import BatchedReward, RewardItem
+from agentrl.rewards.choice import gpqa
 from agentrl.rewards.combine import BUILT_IN, RewardFunction, RewardSet, load, resolve
 from agentrl.rewards.judge import Judge
-from agentrl.rewards.mathematics import boxed, last_number, math_answer
+from agentrl.rewards.mathematics import boxed, dapo, deepscaler, last_number, math_answer
+from agentrl.rewards.remote import RemoteReward
 from agentrl.rewards.text import exact_match, f1, normalize_answer
 
 __all__ = [
     "BUILT_IN",
     "BatchedReward",
     "Judge",
+    "RemoteReward",
     "RewardFunction",
     "RewardItem",
     "RewardSet",
     "boxed",
+    "dapo",
+    "deepscaler",
     "exact_match",
     "f1",
+    "gpqa",
     "last_number",
     "load",
     "math_answer",

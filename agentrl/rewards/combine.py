@@ -10,14 +10,22 @@ from typing import Any
 
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.loading import is_spec, load_object
-from agentrl.rewards.mathematics import math_answer
+from agentrl.rewards.choice import gpqa
+from agentrl.rewards.mathematics import dapo, deepscaler, math_answer
 from agentrl.rewards.number import checked_reward
 from agentrl.rewards.text import exact_match, f1
 from agentrl.tools.threads import run_blocking
 
 RewardFunction = Callable[..., Any]
 
-BUILT_IN: dict[str, RewardFunction] = {"exact_match": exact_match, "f1": f1, "math": math_answer}
+BUILT_IN: dict[str, RewardFunction] = {
+    "exact_match": exact_match,
+    "f1": f1,
+    "math": math_answer,
+    "deepscaler": deepscaler,
+    "dapo": dapo,
+    "gpqa": gpqa,
+}
 """Reward functions that go by a name."""
 
 _instances: dict[type, Any] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -34,6 +35,34 @@ def math_answer(text: str, answer: Any) -> float:
     if given is None:
         return 0.0
     return float(any(_same_value(given, boxed(gold) or gold) for gold in answers(answer)))
+
+
+_LAST_ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
+_DAPO_TAIL = 300
+
+
+def deepscaler(text: str, answer: Any, turns: Sequence[str] = ()) -> float:
+    """1.0 when the last ``\\boxed{...}`` behind ``</think>`` equals the answer; 0.0 without either (DeepScaleR, 2025).
+
+    Values are compared as by :func:`math_answer`.
+    """
+    _, closed, solution = (turns[-1] if turns else text).rpartition("</think>")
+    given = boxed(solution)
+    if not closed or given is None:
+        return 0.0
+    return float(any(_same_value(given, boxed(gold) or gold) for gold in answers(answer)))
+
+
+def dapo(text: str, answer: Any) -> float:
+    """1.0 when the last line ``Answer: ...`` in the last 300 characters equals the answer, else -1.0.
+
+    DAPO (Yu et al. 2025, section 3); values are compared as by :func:`math_answer`.
+    """
+    found = _LAST_ANSWER.findall(text[-_DAPO_TAIL:])
+    if not found:
+        return -1.0
+    given = boxed(found[-1]) or found[-1]
+    return 1.0 if any(_same_value(given, boxed(gold) or gold) for gold in answers(answer)) else -1.0
 
 
 def boxed(text: str) -> str | None:
