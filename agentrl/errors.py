@@ -6,6 +6,8 @@ What counts is whose fault it is: a :class:`ConfigError` is the caller's, an
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class AgentRLError(Exception):
     """Base of all errors raised on purpose. ``exit_code`` is what the command line returns."""
@@ -49,6 +51,10 @@ class WeightSyncError(AgentRLError):
     """A weight update did not bring every engine to the trainer's version."""
 
 
+class DisagreementError(AgentRLError):
+    """Engine and trainer compute different policies from the same weights."""
+
+
 class LedgerError(AgentRLError):
     """A token invariant was violated. Always a defect of ours, never of the environment."""
 
@@ -57,3 +63,10 @@ class StorageError(AgentRLError):
     """The run folder cannot be written: disk full, no permission, or another process owns it."""
 
     exit_code = 4
+
+
+def first_few(names: Iterable[str], limit: int = 3) -> str:
+    """Names for a message: all of them, or the first ones and how many more there are."""
+    names = list(names)
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")

@@ -201,6 +201,12 @@ class AlgorithmOptions:
     """Folder of the reference model in Hugging Face form; unset: --hf-checkpoint."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
+    logprob_abs_diff_warn: NonNegative | None = None
+    """Warn when the trainer's and the engine's log-probabilities of a rollout differ by more nats in the mean; 0 never
+    does. Unset: 0.001 in fp32, 0.03 in bf16."""
+    logprob_abs_diff_stop: NonNegative | None = None
+    """Stop, before the rollout is trained on, when they differ by more; 0 never does. Unset: 0.01 in fp32, 0.1 in
+    bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from agentrl.config.architecture import not_computed
 from agentrl.config.derive import batch_rule
 from agentrl.config.fields import Option, options
 from agentrl.config.schema import Config, EvalConfig
@@ -206,6 +207,8 @@ def _model(config: Config | EvalConfig) -> Iterator[str]:
                 f"give at most {positions}."
             )
     if isinstance(config, Config):
+        for problem in not_computed(model):
+            yield f"--hf-checkpoint {config.hf_checkpoint}: in config.json, {problem}."
         if config.ref_load is not None and config.use_kl_loss:
             problem = _read_model(config.ref_load)[1]
             if problem is not None:
@@ -328,6 +331,9 @@ def _schedule(config: Config) -> Iterator[str]:
         yield f"--lr-warmup-steps {config.lr_warmup_steps} is more than the run's {config.total_steps} optimizer steps."
     if config.min_lr > config.lr:
         yield f"--min-lr {config.min_lr:g} is more than --lr {config.lr:g}."
+    warn, stop = config.logprob_abs_diff_warn, config.logprob_abs_diff_stop
+    if warn and stop and warn > stop:
+        yield f"--logprob-abs-diff-warn {warn:g} is more than --logprob-abs-diff-stop {stop:g}: the run stops first."
     if config.eps_clip_high is not None and config.eps_clip_high < config.eps_clip:
         yield (
             f"--eps-clip-high {config.eps_clip_high:g} is less than --eps-clip {config.eps_clip:g}: the upper "

@@ -194,10 +194,12 @@ def create_ranks(
     import ray
 
     from agentrl.rollout.setup import has_gpu
+    from agentrl.trainer.agreement import Bounds
     from agentrl.trainer.megatron.options import TrainerOptions
 
     threads = cfg.threads or max(1, (os.cpu_count() or 1) // len(placements))
-    options = _plain(TrainerOptions.from_config(cfg, threads=threads))
+    stop = Bounds.of(cfg, gpu=has_gpu()).stop
+    options = _plain(TrainerOptions.from_config(cfg, threads=threads, logprob_abs_diff_stop=stop))
     sender = {
         "bucket_bytes": cfg.update_weight_buffer_size,
         "timeout": float(cfg.engine_timeout),

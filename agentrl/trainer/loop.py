@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterable
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from agentrl.progress import Progress
+from agentrl.rollout.setup import has_gpu
+from agentrl.trainer.agreement import Bounds, Watch
 from agentrl.trainer.checkpoint import Best
 
 if TYPE_CHECKING:
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from agentrl.data.rundir import RunDir
     from agentrl.trainer.checkpoint import CheckpointStore
     from agentrl.trainer.group import RolloutGroup, TrainerGroup
+
+log = logging.getLogger(__name__)
 
 
 async def training_loop(
@@ -33,6 +38,7 @@ async def training_loop(
     progress: Progress,
 ) -> None:
     """Train from rollout ``start`` to ``cfg.num_rollout``."""
+    watch = Watch(Bounds.of(cfg, gpu=has_gpu()).warn)
     progress.stage("syncing weights")
     synced = await rollout.update_weights(trainer, start)
     keep_best(cfg, checkpoints=checkpoints, run=run, progress=progress)
@@ -59,6 +65,9 @@ async def training_loop(
         version = step + 1
         # Before the checkpoint: what a checkpoint holds must be in the metrics, should the run die in between.
         report(version, generated.metrics | trained | synced, began, run=run, progress=progress)
+        if warning := watch.warning(version, trained):
+            log.warning(warning)
+            progress.log(Text(warning, style="yellow"))
         evaluates = due(version, cfg.eval_interval, cfg.num_rollout)
         # What may turn out to be the best is saved before it is evaluated: after the sync the ranks are not free.
         if due(version, cfg.save_interval, cfg.num_rollout) or (evaluates and cfg.best_metric):

@@ -13,6 +13,9 @@ from typing import Any, Protocol
 from agentrl.errors import EngineError, WeightSyncError
 from agentrl.rollout.control import Bucket, EngineControl, SendResult
 
+UNPREDICTED = ""
+"""In place of a checksum: the parameter was sent, but how the engine lays it out is not known to the sender."""
+
 
 class Sender(Protocol):
     """The trainer's end, as the state machine sees it.
@@ -81,7 +84,7 @@ class SyncReport:
     verified: int = 0
     """Parameters whose checksum in the engine equals the sender's."""
     unverified: tuple[str, ...] = ()
-    """Parameters the sender could not predict (fused in a way it does not know); equal on all engines."""
+    """Parameters that were sent, whose checksum could not be predicted; equal on all engines."""
 
 
 class SyncFailed(WeightSyncError):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from agentrl.rollout.control import Bucket
+from agentrl.trainer.sync_types import UNPREDICTED
 
 # Parameters that SGLang's dense models (Llama, Qwen2, Qwen3) hold fused: part -> whole, place.
 FUSED = {
@@ -81,7 +82,10 @@ class Checksums:
         self._add(packed)
 
     def result(self) -> list[dict[str, str]]:
-        """All checksums so far; a fused parameter of which parts are missing is left out."""
+        """All checksums so far by the engine's names, :data:`UNPREDICTED` among them.
+
+        A fused parameter of which parts are missing is left out: it was not sent.
+        """
         return [dict(digests) for digests in self._digests]
 
     def _add(self, packed: Packed) -> None:
@@ -110,7 +114,8 @@ class Checksums:
         for rank in range(self._tp):
             shards = [self._shard(module, tensor, rank) for tensor in tensors]
             if any(shard is None for shard in shards):
-                return
+                self._digests[rank][name] = UNPREDICTED
+                continue
             if module in ("embed_tokens", "lm_head"):
                 rows = shards[0].shape[0]
                 missing = -(-rows // VOCAB_PADDING) * VOCAB_PADDING - rows

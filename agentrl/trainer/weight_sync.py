@@ -33,10 +33,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import EngineError, WeightSyncError
+from agentrl.errors import EngineError, WeightSyncError, first_few
 from agentrl.rollout.control import PAUSE_MODES, Bucket, EngineControl
 from agentrl.trainer.sync_groups import Groups
-from agentrl.trainer.sync_types import Deadlines, LocalSender, Sender, SyncFailed, SyncReport, SyncRun
+from agentrl.trainer.sync_types import UNPREDICTED, Deadlines, LocalSender, Sender, SyncFailed, SyncReport, SyncRun
 from agentrl.warden import scratch_folder
 
 __all__ = ["Deadlines", "LocalSender", "Sender", "SyncFailed", "SyncReport", "WeightSync"]
@@ -242,9 +242,17 @@ class WeightSync:
         for engine in run.active:
             for rank, parameters in enumerate(held[engine]):
                 sent = expected[rank] if rank < len(expected) else {}
-                wrong = [name for name, value in parameters.items() if sent.get(name, value) != value]
-                unknown.update(name for name in parameters if name not in sent)
-                wrong += [n for n in parameters if n not in sent and reference[rank].get(n) != parameters[n]]
+                unsent = [name for name in parameters if name not in sent]
+                if unsent:
+                    raise SyncFailed(
+                        f"engine {engine.url} has {len(unsent)} of {len(parameters)} parameters that the trainer never "
+                        f"sends ({first_few(unsent)}): they would keep the values of the checkpoint, so engine and "
+                        "trainer are different models. The trainer does not build all of what config.json asks for.",
+                        run.report,
+                    )
+                unknown.update(name for name in parameters if sent[name] == UNPREDICTED)
+                # What cannot be predicted must at least be equal on all engines.
+                wrong = [n for n, value in parameters.items() if (sent[n] or reference[rank].get(n)) != value]
                 if wrong:
                     raise SyncFailed(
                         f"engine {engine.url} holds other weights than were sent as version "

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from agentrl.rollout.control import Bucket
+from agentrl.trainer.sync_types import UNPREDICTED
 from agentrl.trainer.weight_checksums import Checksums, gpu_hash
 from agentrl.trainer.weight_sender import WeightSender
 
@@ -187,14 +188,22 @@ def test_checksums_of_tensor_parallel_ranks() -> None:
     assert first[norm] == second[norm]
 
 
-def test_what_cannot_be_predicted_is_left_out() -> None:
+def test_what_cannot_be_predicted_says_that_it_was_sent() -> None:
     """Key-value heads that are fewer than ranks are replicated; an unpadded vocabulary is cut elsewhere."""
     sender = sender_of(parameters(vocab=70), tp=2, num_kv_heads=1)
     walk(sender)
     for checksums in sender.checksums():
-        assert f"{LAYER}.self_attn.qkv_proj.weight" not in checksums
-        assert "model.embed_tokens.weight" not in checksums
-        assert f"{LAYER}.mlp.gate_up_proj.weight" in checksums
+        assert checksums[f"{LAYER}.self_attn.qkv_proj.weight"] == UNPREDICTED
+        assert checksums["model.embed_tokens.weight"] == UNPREDICTED
+        assert checksums[f"{LAYER}.mlp.gate_up_proj.weight"]
+
+
+def test_a_fused_parameter_of_which_a_part_is_missing_was_not_sent() -> None:
+    tensors = parameters()
+    del tensors[f"{LAYER}.self_attn.v_proj.weight"]
+    sender = sender_of(tensors)
+    walk(sender)
+    assert f"{LAYER}.self_attn.qkv_proj.weight" not in sender.checksums()[0]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.errors import WeightSyncError
 from agentrl.rollout.control import Bucket, EngineControl, SendResult
-from agentrl.trainer.sync_types import Deadlines, SyncFailed, SyncReport
+from agentrl.trainer.sync_types import UNPREDICTED, Deadlines, SyncFailed, SyncReport
 from agentrl.trainer.weight_sync import WeightSync
 from tests.engines.fake_engine import KEY, FakeEngine
 
@@ -310,6 +310,7 @@ async def test_wrong_weights_in_an_engine_are_an_error() -> None:
 
 async def test_parameters_the_sender_cannot_predict_are_compared_between_engines() -> None:
     async with fake_engines(2) as (engines, controls, sender):
+        sender.sent["experts"] = UNPREDICTED
         for engine in engines:
             engine.weights["experts"] = "same"
         report = await syncing(sender).sync(controls, 1)
@@ -318,6 +319,16 @@ async def test_parameters_the_sender_cannot_predict_are_compared_between_engines
         engines[1].weights["experts"] = "different"
         with pytest.raises(SyncFailed, match="experts"):
             await syncing(sender).sync(controls, 2)
+
+
+async def test_a_parameter_that_was_never_sent_is_an_error() -> None:
+    async with fake_engines(2) as (engines, controls, sender):
+        for engine in engines:
+            engine.weights["layers.0.o_proj.bias"] = "the checkpoint's"
+        with pytest.raises(SyncFailed, match=r"1 of 4 parameters that the trainer never sends \(.*o_proj"):
+            await syncing(sender).sync(controls, 1)
+        for engine in engines:
+            assert_runs(engine)
 
 
 async def test_without_verification_no_checksum_is_asked_for() -> None:

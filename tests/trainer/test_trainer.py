@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.trainer.batch import TrainBatch
@@ -299,6 +300,45 @@ def test_unusable_checkpoints_are_refused(make_trainer, tmp_path):
     (path / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
     with pytest.raises(ConfigError, match="supported: qwen2, qwen3, llama"):
         make_trainer(str(path))
+
+
+WITH_BIASES = {
+    "qwen3 attention": ("qwen3", {"attention_bias": True}, "attention_bias True"),
+    "llama attention": ("llama", {"attention_bias": True}, "attention_bias True"),
+    "llama mlp": ("llama", {"mlp_bias": True}, "mlp_bias True"),
+}
+
+
+@pytest.mark.parametrize("name", WITH_BIASES)
+def test_tensors_that_the_model_does_not_take_are_refused(make_trainer, tmp_path, name):
+    """Once by the name in config.json; and, where that does not say it, by the tensors themselves."""
+    kind, changes, text = WITH_BIASES[name]
+    path = Path(tiny_checkpoint(tmp_path / "model", kind, **changes))
+    with pytest.raises(ConfigError, match=text):
+        make_trainer(str(path))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in changes}))
+    with pytest.raises(ConfigError, match=r"tensors in .* are no part of the model.*\.bias"):
+        make_trainer(str(path))
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(make_trainer, tmp_path):
+    path = Path(tiny_checkpoint(tmp_path / "model"))
+    weights = load_file(path / "model.safetensors")
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks 1 of the .* tensors.*layers\.2\.mlp\.up_proj"):
+        make_trainer(str(path))
+
+
+def test_a_tied_head_in_the_file_and_old_rotary_buffers_are_no_extra_tensors(make_trainer, tmp_path):
+    path = Path(tiny_checkpoint(tmp_path / "model"))
+    weights = load_file(path / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    exported = dict(make_trainer(str(path)).export())
+    assert exported.keys() == weights.keys() - {"lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"}
 
 
 def test_reference_log_probabilities_need_a_reference(make_trainer):

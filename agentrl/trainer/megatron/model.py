@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
@@ -32,16 +33,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from agentrl.errors import CheckpointError, ConfigError
+from agentrl.config.architecture import not_computed, rope
+from agentrl.errors import CheckpointError, ConfigError, first_few
 from agentrl.trainer.megatron import cpu
 from agentrl.trainer.megatron.attention import PackedSequences
 from agentrl.trainer.megatron.layers import block_spec, has_transformer_engine
 from agentrl.trainer.megatron.log_probs import VocabShard
 from agentrl.trainer.megatron.options import TrainerOptions
 from agentrl.trainer.megatron.parallel import Layout
-
-SUPPORTED = ("qwen2", "qwen3", "llama")
-"""``model_type`` in ``config.json`` of the architectures that are tested."""
 
 
 def resolve_dtype(options: TrainerOptions) -> torch.dtype:
@@ -56,7 +55,7 @@ def read_config(hf_checkpoint: str | Path) -> PretrainedConfig:
 
     Raises:
         CheckpointError: the directory has no ``config.json`` or no safetensors.
-        ConfigError: the architecture is not one of :data:`SUPPORTED`.
+        ConfigError: it asks for what the trainer does not compute.
     """
     path = Path(hf_checkpoint)
     if not (path / "config.json").is_file() or not list(path.glob("*.safetensors")):
@@ -65,9 +64,48 @@ def read_config(hf_checkpoint: str | Path) -> PretrainedConfig:
             "download the model first and give its folder"
         )
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    if config.model_type not in SUPPORTED:
-        raise ConfigError(f"--hf-checkpoint {path} is of type {config.model_type!r}; supported: {', '.join(SUPPORTED)}")
+    problems = list(not_computed(config.to_dict()))
+    if problems:
+        raise ConfigError("\n".join(f"{path / 'config.json'}: {problem}." for problem in problems))
     return config
+
+
+def load_weights(model: PolicyModel, bridge: Bridge, path: str | Path) -> None:
+    """Set the weights of this rank's part from a checkpoint directory. Collective.
+
+    Raises:
+        ConfigError: the checkpoint has a tensor that no part of the model takes.
+        CheckpointError: it lacks one that the model needs.
+    """
+    local = bridge._weight_name_mapping_mcore_local_to_global(model).values()
+    mine = {hf for name in local if "_extra_state" not in name for hf in bridge._weight_name_mapping_mcore_to_hf(name)}
+    wanted = [mine]
+    if bridge.mpu.pp_size > 1:
+        wanted = [set()] * bridge.mpu.pp_size
+        dist.all_gather_object(wanted, mine, group=bridge.mpu.pp_group)
+    needed = set().union(*wanted)
+    there = set(bridge._get_safetensor_io(str(path)).load_hf_weight_names())
+    missing = sorted(needed - there)
+    if missing:
+        raise CheckpointError(
+            f"{path} lacks {len(missing)} of the {len(needed)} tensors of the model that its config.json describes: "
+            f"{first_few(missing)}"
+        )
+    # Old files keep rotary frequencies; a tied head is the embedding, whatever the file has for it.
+    tied = bool(getattr(bridge.hf_config, "tie_word_embeddings", False))
+    unused = sorted(
+        name
+        for name in there - needed
+        if not name.endswith("rotary_emb.inv_freq") and not (tied and name == "lm_head.weight")
+    )
+    if unused:
+        raise ConfigError(
+            f"{len(unused)} of the {len(there)} tensors in {path} are no part of the model that the trainer builds: "
+            f"{first_few(unused)}. The engine would use them, the trainer would not: such a checkpoint cannot be "
+            "trained."
+        )
+    with torch.no_grad():
+        bridge.load_weights([model], str(path))
 
 
 def make_bridge(hf_config: PretrainedConfig, options: TrainerOptions, layout: Layout) -> Bridge:
@@ -227,19 +265,11 @@ def _mark_split_weights(model: PolicyModel) -> None:
 
 def _rotary(hf_config: PretrainedConfig) -> tuple[float, torch.Tensor]:
     """Base and inverse frequencies float32[dim / 2] exactly as transformers computes them."""
-    parameters = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
-    base = parameters.get("rope_theta") or getattr(hf_config, "rope_theta", None) or 10000.0
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    parameters = rope(hf_config.to_dict())
+    kind, base = parameters["rope_type"], parameters["rope_theta"]
     if kind == "default":
-        heads = hf_config.num_attention_heads
-        dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
-        dim = int(dim * parameters.get("partial_rotary_factor", 1.0))
+        dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
         return base, 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
-    if kind not in ("linear", "llama3"):
-        raise ConfigError(
-            f"rope_type {kind!r} is not supported by the trainer; use a checkpoint with rope_type default, "
-            "linear or llama3"
-        )
     frequencies, _ = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
     return base, frequencies.float()
 

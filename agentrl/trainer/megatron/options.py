@@ -56,6 +56,8 @@ class TrainerOptions:
     """Sampling temperature: log-probabilities are of softmax(logits / temperature)."""
     recompute_old_logprobs: bool = False
     """Old log-probabilities by a forward pass of the trainer instead of the engine's own."""
+    logprob_abs_diff_stop: float = 0.0
+    """Largest mean |trainer's - engine's log-probability| of a rollout, in nats, that is trained on; 0: any."""
     ref_load: str | None = None
     """HF checkpoint of the reference model; default: the weights the trainer starts with."""
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from agentrl.errors import ConfigError
-from agentrl.trainer import packing
+from agentrl.trainer import agreement, packing
 from agentrl.trainer.batch import MicroBatch, TrainBatch
 from agentrl.trainer.loss import MISMATCH, SUMS, LossOptions, metrics_from_sums, token_loss
 from agentrl.trainer.megatron import cpu
@@ -128,8 +128,7 @@ class MegatronTrainer:
     def load_hf(self, path: str | Path) -> None:
         """Set the weights from a Hugging Face checkpoint directory of the same architecture."""
         models.read_config(path)
-        with torch.no_grad():
-            self.bridge.load_weights([self.model], str(path))
+        models.load_weights(self.model, self.bridge, path)
         if hasattr(self, "optimizer"):
             self.optimizer.reload_model_params()
 
@@ -148,6 +147,10 @@ class MegatronTrainer:
 
         Returns:
             Metrics, means over the steps (counts are sums, ``lr`` is the last). The same on all ranks.
+
+        Raises:
+            DisagreementError: the engine's log-probabilities are not this model's
+                (``logprob_abs_diff_stop``). Nothing was updated.
         """
         started = time.perf_counter()
         num_steps = min(num_steps, max(batch.num_episodes, 1))
@@ -158,10 +161,11 @@ class MegatronTrainer:
             batch = batch.with_logprobs(old_logprobs=self.log_probs(batch, "actor"))
         prepared = time.perf_counter()
         steps = self._schedule(batch, num_steps, batch.episode_ids)
-        reports = [self._train_step(batch, step, current_is_old) for step in steps]
+        # Engine against trainer can be compared only before the first update moves the weights.
+        stops = [self.options.logprob_abs_diff_stop, *[0.0] * (len(steps) - 1)]
+        reports = [self._train_step(batch, s, current_is_old, stop) for s, stop in zip(steps, stops, strict=True)]
         seconds = time.perf_counter() - prepared
         metrics = {name: float(np.mean([r[name] for r in reports])) for name in reports[0]}
-        # Engine against trainer can be compared only before the first update moves the weights.
         metrics |= {name: reports[0][name] for name in MISMATCH}
         totals = ("train/sampled_tokens", "train/steps_skipped", "train/micro_batches")
         metrics |= {name: sum(r[name] for r in reports) for name in totals}
@@ -176,7 +180,7 @@ class MegatronTrainer:
             "train/tokens_per_s": batch.num_tokens / seconds,
         }
 
-    def _train_step(self, batch: TrainBatch, step: packing.Step, current_is_old: bool) -> dict[str, float]:
+    def _train_step(self, batch: TrainBatch, step: packing.Step, current_is_old: bool, stop: float) -> dict[str, float]:
         tokens = batch.sampled_in(step.samples)
         if not tokens:
             raise ConfigError(f"an optimizer step of {len(step.samples)} samples has no sampled token")
@@ -187,10 +191,12 @@ class MegatronTrainer:
         scale = step.num_micro_batches * self.layout.dp / tokens
         loss = functools.partial(self._loss, scale)
         results = self._forward_backward(batch, step, loss, forward_only=False, old=not current_is_old)
+        report = self._reduce(results)
+        agreement.refuse(report, stop)
         updated, norm, rate = optimizer_step(self.optimizer, self.scheduler, self.options.clip_grad)
         self.steps_done += 1
         self.steps_skipped += not updated
-        return self._reduce(results) | {
+        return report | {
             "train/grad_norm": norm,
             "train/lr": rate,
             "train/steps_skipped": float(not updated),
