@@ -19,6 +19,7 @@ COMMANDS = {
     "show": "show episodes of a run, turn by turn",
     "serve": "serve a model at an OpenAI-compatible address",
     "export": "write a checkpoint of a run as a Hugging Face model",
+    "migrate": "a launch script of slime as a command of agentrl",
     "env": "list, show, check, play and begin environments",
     "serve-retriever": "serve search over your own corpus (Search-R1's /retrieve API)",
     "version": "print versions",

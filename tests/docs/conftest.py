@@ -45,6 +45,7 @@ def prepared(tmp_path_factory) -> Path:
     sizes = json.loads((folder / "MODEL" / "config.json").read_text(encoding="utf-8"))
     (folder / "MODEL" / "config.json").write_text(json.dumps(sizes | {"max_position_embeddings": 32768}))
     (folder / "shop.py").write_text(shop_source(), encoding="utf-8")
+    (folder / "run-qwen3-4B.sh").write_text("python train.py --colocate --lr 1e-6\n", encoding="utf-8")
     episodes = write_run(folder / "runs" / "NAME", folder / "shop.py")
     (folder / "runs" / "NAME" / "checkpoints" / "step_000001").mkdir(parents=True)
     for name in ("NAME", "NAME2", "before", "after"):

@@ -1,0 +1,34 @@
+"""``agentrl migrate``: a launch script of slime as a command of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentrl.config.script import read_script, translate
+from agentrl.errors import ConfigError
+
+INTRO = """\
+Read a launch script of slime and print the `agentrl train` command for it, with a remark for each flag. The output is
+a shell script itself. Nothing is run and no file is written.
+
+  agentrl migrate run-qwen3-4B.sh > run.sh"""
+
+
+def usage(argv: Sequence[str]) -> str:
+    """Help text."""
+    return f"usage: agentrl migrate SCRIPT\n\n{INTRO}"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the command; returns the exit code."""
+    if len(argv) != 1 or argv[0].startswith("-"):
+        raise ConfigError("agentrl migrate takes one launch script of slime: agentrl migrate run.sh")
+    program, flags = read_script(Path(argv[0]).expanduser())
+    translations = translate(program, flags)
+    width = min(max((len(str(t.given)) for t in translations), default=0), 44)
+    print(f"# {argv[0]} for agentrl. What became of each flag:")
+    for t in translations:
+        print(f"#   {str(t.given):<{width}}  {'' if t.kept else 'left out: '}{t.remark}")
+    print(" \\\n    ".join(["agentrl train", *(str(t.kept) for t in translations if t.kept is not None)]))
+    return 0

@@ -1,0 +1,190 @@
+"""The flags of a slime launch script, and what each becomes here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.config.fields import options
+from agentrl.config.names import ADVICE, IMPLIED, NOT_AVAILABLE, implied, renamed
+from agentrl.config.parse import parse_flags
+from agentrl.config.schema import Config
+from agentrl.config.validate import SHAPE
+from agentrl.errors import ConfigError
+
+_END = "\n"
+_PROGRAM = re.compile(r"(?:.*/)?(train(?:_async)?\.py)$")
+_EXPANDED = re.compile(r"\$\{(\w+)\[[@*]\]\}$")
+_ROOM_FOR_PROMPTS = 4096
+_SHAPE = {*SHAPE, "normalization", "layernorm_epsilon", "norm_epsilon", "rotary_base", "qk_layernorm", "add_qkv_bias"}
+"""Megatron's options that follow from a checkpoint's ``config.json``."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag of the script, without dashes, and the words behind it."""
+
+    name: str
+    words: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join([f"--{self.name}", *map(quoted, self.words)])
+
+
+@dataclass(frozen=True)
+class Translation:
+    """What becomes of a flag of the script: ``kept`` here (None: left out), and why."""
+
+    given: Flag
+    kept: Flag | None
+    remark: str
+
+
+def read_script(path: Path) -> tuple[str, list[Flag]]:
+    """``(program, flags)`` of the last call of slime's ``train.py`` or ``train_async.py`` in a shell script.
+
+    Arrays of the script are put in where the call names them, those of files that it sources too, where these are
+    there. Variables stay as they are written.
+
+    Raises:
+        ConfigError: The file cannot be read as a shell script, or calls neither.
+    """
+    words = list(_words(path))
+    arrays = _arrays(words)
+    calls = [(n, found[1]) for n, word in enumerate(words) if (found := _PROGRAM.match(word))]
+    if not calls:
+        raise ConfigError(f"{path} calls no train.py or train_async.py: expected a launch script of slime.")
+    position, program = calls[-1]
+    behind = words[position + 1 :]
+    ends = [n for n, word in enumerate(behind) if word and set(word) <= set(";&|()" + _END)]
+    taken: list[str] = []
+    for word in behind[: ends[0] if ends else None]:
+        array = _EXPANDED.match(word)
+        if array:
+            taken += arrays.get(array[1], [])
+        elif not re.match(r"\d?[<>]", word):
+            taken.append(word)
+    return program, _flags(taken)
+
+
+def _words(path: Path, inside: tuple[Path, ...] = ()) -> Iterator[str]:
+    """Words of a script, line ends among them; a file that it sources stands in place of that line, if it is there."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text).replace("\\\n", " ")
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="();&|" + _END)
+    lexer.commenters, lexer.whitespace, lexer.whitespace_split = "", " \t\r", True
+    try:
+        words = list(lexer)
+    except ValueError as error:
+        raise ConfigError(f"{path}: not a shell script that can be read: {error}") from None
+    for before, word in zip([_END, *words], words, strict=False):
+        if before in ("source", "."):
+            sourced = Path(re.sub(r"\$\{?\w*DIR\w*\}?", str(path.parent), word))
+            if sourced.is_file() and sourced not in inside:
+                yield from (_END, *_words(sourced, (*inside, path)), _END)
+                continue
+        yield word
+
+
+def _arrays(words: Sequence[str]) -> dict[str, list[str]]:
+    """``NAME=( ... )`` of a script; a later one of the same name counts, ``+=`` adds."""
+    arrays: dict[str, list[str]] = {}
+    for n, word in enumerate(words):
+        head = re.match(r"(\w+)(\+?)=$", word)
+        if head and words[n + 1 : n + 2] and words[n + 1].startswith("("):
+            rest = words[n + 2 :]
+            closing = next((k for k, w in enumerate(rest) if ")" in w and set(w) <= set("()" + _END)), len(rest))
+            members = [w for w in rest[:closing] if w.strip(_END)]
+            arrays[head[1]] = (arrays.get(head[1], []) if head[2] else []) + members
+    return arrays
+
+
+def _flags(words: Sequence[str]) -> list[Flag]:
+    found: list[Flag] = []
+    for word in words:
+        if word.startswith("--"):
+            name, sep, value = word[2:].partition("=")
+            found.append(Flag(name, (value,) if sep else ()))
+        elif found:
+            found[-1] = Flag(found[-1].name, (*found[-1].words, word))
+    return found
+
+
+def translate(program: str, flags: Sequence[Flag]) -> list[Translation]:
+    """What each flag becomes, in their order, and what follows from defaults that differ."""
+    given = {flag.name: flag for flag in flags}
+    done = [_translated(flag, given) for flag in flags]
+    if program == "train_async.py":
+        note = "not available yet: asynchronous training; the command trains synchronously"
+        done.insert(0, Translation(Flag("async"), None, note))
+    return done + list(_added(given))
+
+
+def _translated(flag: Flag, given: dict[str, Flag]) -> Translation:
+    name, words = flag.name, flag.words
+    known = {option.flag[2:] for option in options(Config).values()}
+    reason = IMPLIED["swiglu"] if name.replace("-", "_") in _SHAPE else implied(name, words)
+    if reason is not None:
+        return Translation(flag, None, f"needless: {reason}")
+    if name == "colocate":
+        note = "let --actor-num-gpus-per-node and --rollout-num-gpus share the GPUs out"
+        return Translation(flag, None, f"not available yet: {NOT_AVAILABLE[name]}; {note}")
+    if name in NOT_AVAILABLE:
+        return Translation(flag, None, f"not available yet: {NOT_AVAILABLE[name]}")
+    if name in ADVICE:
+        return Translation(flag, None, ADVICE[name])
+    if name == "ref-load" and "use-kl-loss" not in given:
+        return Translation(flag, None, "needless: there is no KL loss, so no reference model")
+    if name == "ref-load":
+        return Translation(flag, None, "the reference is --hf-checkpoint; --ref-load takes another Hugging Face folder")
+    if name == "load" and words and given.get("save", flag).words != words:
+        return Translation(flag, None, "--load takes a run folder of agentrl, not a checkpoint of slime")
+    if name == "load":
+        return Translation(flag, flag, "goes on if the folder holds a run of agentrl, else starts afresh")
+    if name == "custom-rm-path" and words:
+        place = re.sub(r"\.(\w+)$", r":\1", words[0]) if ":" not in words[0] else words[0]
+        return Translation(flag, Flag(name, (place,)), "the function is called as f(text, answer), see docs/rewards.md")
+    if name == "custom-generate-function-path" and words:
+        place = re.sub(r"\.(\w+)$", r":\1", words[0]) if ":" not in words[0] else words[0]
+        return Translation(flag, Flag(name, (place,)), "the function is called as generate(ctx), see docs/training.md")
+    right = renamed(name, known)
+    if right is not None and name not in known:
+        new, *value = right[2:].split()
+        return _checked(flag, Flag(new, tuple(value) or words), f"called {right} here")
+    return _checked(flag, flag, "the same here")
+
+
+def _checked(flag: Flag, kept: Flag, remark: str) -> Translation:
+    """``kept``, unless `agentrl train` would not take it. A variable may hold anything, so it is not looked at."""
+    unknown = any("$" in word for word in kept.words)
+    problems = parse_flags(Config, [f"--{kept.name}", *kept.words])[0].problems
+    if problems and not (unknown and "expected" in problems[0]):
+        return Translation(flag, None, problems[0])
+    return Translation(flag, kept, remark)
+
+
+def _added(given: dict[str, Flag]) -> Iterator[Translation]:
+    """What slime has as a default and `agentrl train` has not."""
+    for side in ("rollout", "eval"):
+        length, context = given.get(f"{side}-max-response-len"), f"{side}-max-context-len"
+        if length and context not in given and length.words and length.words[0].isdecimal():
+            room = int(length.words[0]) + _ROOM_FOR_PROMPTS
+            note = f"an episode's limit; here the response and {_ROOM_FOR_PROMPTS} tokens of prompt"
+            yield Translation(Flag(context), Flag(context, (str(room),)), note)
+    if "eval-interval" in given and "eval-temperature" not in given:
+        value = given.get("rollout-temperature", Flag("", ("1.0",))).words
+        note = "slime evaluates at the temperature of training; the default here is greedy"
+        yield Translation(Flag("eval-temperature"), Flag("eval-temperature", value), note)
+
+
+def quoted(word: str) -> str:
+    """A word for a shell; variables in it are still expanded."""
+    if "$" not in word:
+        return shlex.quote(word)
+    return '"' + re.sub(r'(["\\`])', r"\\\1", word) + '"'
