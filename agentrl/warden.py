@@ -5,7 +5,8 @@ of their own. So a run starts a warden: a small process (standard library only) 
 a pipe. While the driver lives, the warden records the driver's descendants about once a second, by
 process id *and* start time, so that a recycled id is never taken for an old process. When the pipe
 closes, for whatever reason, it ends every recorded process that is still alive, removes the
-temporary folders it was told of, and goes.
+temporary folders it was told of, and goes. The driver in turn notices when the warden is killed and
+starts another.
 
 A descendant that was started and orphaned within one recording interval can escape; servers of this
 project also ask the kernel to die with their parent, which covers them.
@@ -13,6 +14,7 @@ project also ask the kernel to die with their parent, which covers them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -21,11 +23,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 SCRATCH_ENV = "AGENTRL_TMPDIR"
+MAX_SPAWNS = 10
+"""Wardens of one run: whoever ends more of them than this means it."""
 
 
 def scratch_folder(prefix: str) -> str:
@@ -151,12 +156,18 @@ class Warden:
     Args:
         temp_dirs: folders removed at the end of the run, however it ends.
         interval: seconds between two recordings of the driver's descendants.
+        last_words: written to standard error should the driver end without :meth:`close`: it can say nothing then.
     """
 
-    def __init__(self, *, temp_dirs: Iterable[str | os.PathLike[str]] = (), interval: float = 1.0):
-        self._temp_dirs = [os.fspath(path) for path in temp_dirs]
+    def __init__(
+        self, *, temp_dirs: Iterable[str | os.PathLike[str]] = (), interval: float = 1.0, last_words: str = ""
+    ):
         self._interval = interval
+        self._messages: list[dict[str, object]] = [{"temp_dir": os.fspath(path)} for path in temp_dirs]
+        self._messages.append({"last_words": last_words})
         self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._keeper = threading.Thread(target=self._keep, name="agentrl-warden", daemon=True)
 
     @property
     def pid(self) -> int | None:
@@ -164,22 +175,15 @@ class Warden:
 
     def start(self) -> None:
         """Start the watcher. The calling process is the one that is watched."""
-        root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), str(self._interval)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-            cwd=root,
-        )
         scratch = tempfile.mkdtemp(prefix="agentrl-run-")
+        self._messages.append({"temp_dir": scratch})
         os.environ[SCRATCH_ENV] = scratch
-        for path in (*self._temp_dirs, scratch):
-            self._send({"temp_dir": path})
+        with self._lock:
+            self._spawn()
+        self._keeper.start()
 
     def add_temp_dir(self, path: str | os.PathLike[str]) -> None:
         """Have one more folder removed at the end of the run."""
-        self._temp_dirs.append(os.fspath(path))
         self._send({"temp_dir": os.fspath(path)})
 
     def add_process(self, pid: int) -> None:
@@ -190,23 +194,64 @@ class Warden:
 
     def close(self, timeout: float = 15.0) -> None:
         """End the watch in order: what is recorded and still alive is ended, folders are removed."""
-        if self._process is None:
-            return
-        process, self._process = self._process, None
-        os.environ.pop(SCRATCH_ENV, None)
-        if process.stdin:
+        with self._lock:
+            process, self._process = self._process, None
+            if process is None:
+                return
+            os.environ.pop(SCRATCH_ENV, None)
+            self._write(process, {"last_words": ""})
             process.stdin.close()
         try:
-            process.wait(timeout=timeout)
+            process.wait(timeout)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(timeout=5.0)
+            process.wait(5.0)
+        for message in self._messages:  # where it was killed at the very end
+            if "temp_dir" in message:
+                shutil.rmtree(str(message["temp_dir"]), ignore_errors=True)
+
+    def _spawn(self) -> None:
+        """A process that knows all that was said so far."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), str(self._interval)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+            bufsize=0,
+        )
+        for message in self._messages:
+            self._write(self._process, message)
+
+    def _keep(self) -> None:
+        """Put another in the place of one that ended while it was needed."""
+        for number in range(1, MAX_SPAWNS + 1):
+            process = self._process
+            if process is None:  # closed already
+                return
+            process.wait()
+            with self._lock:
+                if self._process is not process:
+                    return
+                try:
+                    if number == MAX_SPAWNS:
+                        raise OSError(f"it was ended {number} times")
+                    self._spawn()
+                except OSError as error:
+                    log().error("the warden was ended; should this process be killed, nothing cleans up: %s", error)
+                    return
+            log().warning("the warden (process %d) was ended from outside; another takes its place", process.pid)
 
     def _send(self, message: dict[str, object]) -> None:
-        if self._process is None or self._process.stdin is None:
-            return
-        self._process.stdin.write(json.dumps(message).encode() + b"\n")
-        self._process.stdin.flush()
+        with self._lock:
+            self._messages.append(message)
+            if self._process is not None:
+                self._write(self._process, message)
+
+    @staticmethod
+    def _write(process: subprocess.Popen[bytes], message: dict[str, object]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it was killed; the next one is told all
+            process.stdin.write(json.dumps(message).encode() + b"\n")
 
     def __enter__(self) -> Self:
         self.start()
@@ -216,6 +261,13 @@ class Warden:
         self.close()
 
 
+def log() -> Any:
+    """The log, imported when there is something to say: the warden's own process needs none."""
+    import logging
+
+    return logging.getLogger("agentrl.warden")
+
+
 def watch(driver_pid: int, interval: float, pipe: int = 0) -> None:
     """The warden's own loop: record descendants until ``pipe`` closes, then end them."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -223,6 +275,7 @@ def watch(driver_pid: int, interval: float, pipe: int = 0) -> None:
     me = os.getpid()
     recorded: set[Proc] = set()
     temp_dirs: list[str] = []
+    last_words = ""
     buffer = b""
     while True:
         recorded = {proc for proc in recorded if is_running(proc)}
@@ -244,7 +297,11 @@ def watch(driver_pid: int, interval: float, pipe: int = 0) -> None:
                 temp_dirs.append(message["temp_dir"])
             if "process" in message:
                 recorded.add(Proc(*message["process"]))
+            last_words = message.get("last_words", last_words)
     _clean_up(recorded, temp_dirs, me)
+    if last_words:
+        with contextlib.suppress(OSError):  # the terminal may be gone too
+            os.write(2, f"{last_words}\n".encode())
 
 
 def _clean_up(recorded: set[Proc], temp_dirs: list[str], me: int) -> None:

@@ -170,3 +170,48 @@ def test_what_was_started_just_before_the_end_is_ended_too() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.stdout.strip() == str(-signal.SIGTERM), result.stderr
+
+
+def test_a_killed_warden_is_replaced_and_knows_all_that_was_said(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("before", "after")]
+    for folder in folders:
+        folder.mkdir()
+    with Warden(interval=0.1) as warden:
+        warden.add_temp_dir(folders[0])
+        first = identify(warden.pid)
+        send_signal(first, signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while warden.pid == first.pid:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        warden.add_temp_dir(folders[1])
+        second = identify(warden.pid)
+        assert is_running(second)
+    assert not is_running(second)
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_a_warden_that_is_killed_again_and_again_raises_nothing(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("agentrl.warden.MAX_SPAWNS", 2)
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    with Warden() as warden:
+        for _ in range(2):
+            os.kill(warden.pid, signal.SIGKILL)
+            deadline, old = time.monotonic() + 20, warden.pid
+            while warden.pid == old and warden._keeper.is_alive():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        warden.add_temp_dir(folder)
+    assert not folder.exists()
+
+
+def test_last_words_are_for_a_driver_that_cannot_speak() -> None:
+    code = (
+        "import os, sys\nfrom agentrl.warden import Warden\n"
+        "with Warden(last_words='go on with --load'):\n"
+        "    if sys.argv[1] == 'killed':\n        os.kill(os.getpid(), 9)\n"
+    )
+    for how, said in (("killed", "go on with --load\n"), ("closed", "")):
+        process = subprocess.run([sys.executable, "-c", code, how], stderr=subprocess.PIPE, text=True, timeout=60)
+        assert process.stderr == said
