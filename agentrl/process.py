@@ -1,59 +1,150 @@
-"""What every process of a run does the same way: where its log goes, and how it takes SIGTERM."""
+"""What every process of a run does the same way: where its log goes, what it writes there, how it takes signals."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
+import os
+import re
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
-from agentrl.errors import AgentRLError
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a command as Ctrl-C does."""
+
+# C0 but tab and newline, DEL, C1, and what reverses or breaks lines in Unicode.
+_UNPRINTABLE = re.compile(
+    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u2028\\u2029\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]"
+)
 
 
-class Terminated(AgentRLError):
-    """The run was asked to end by SIGTERM."""
+def printable(text: str) -> str:
+    """``text`` of strangers as it may go to a terminal or a log: control characters become escapes.
 
-    exit_code = 143
+    Left as they are they could move the cursor, change the title or write into the clipboard.
+    """
+    return _UNPRINTABLE.sub(lambda found: ascii(found.group())[1:-1], text)
+
+
+class Terminated(KeyboardInterrupt):
+    """A signal other than Ctrl-C's asked this process to end. Like that one, no handler of errors swallows it."""
+
+    def __init__(self, signum: int):
+        super().__init__(f"asked to end ({signal.Signals(signum).name})")
+        self.exit_code = 128 + signum
 
 
 @contextlib.contextmanager
-def terminate_on_sigterm() -> Iterator[None]:
-    """Within a coroutine: SIGTERM cancels it like Ctrl-C does, and :class:`Terminated` comes out."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    asked = False
+def raise_on_signals() -> Iterator[None]:
+    """Within a command: SIGTERM and SIGHUP raise :class:`Terminated`, as Ctrl-C raises KeyboardInterrupt.
 
-    def stop() -> None:
-        nonlocal asked
-        asked = True
+    A signal that is ignored (``nohup``) stays so.
+    """
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise Terminated(signum)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in ENDING}
+    for number in _heeded():
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def cancel_on_signals() -> Iterator[None]:
+    """Within a coroutine: SIGTERM and SIGHUP cancel it like Ctrl-C does, and :class:`Terminated` comes out."""
+    import asyncio  # here: every command imports this module first, and signals before that end in Python's own words
+
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    before = {number: signal.getsignal(number) for number in _heeded()}
+    asked: list[int] = []
+
+    def stop(signum: int) -> None:
+        asked.append(signum)
         if task is not None:
             task.cancel()
 
-    loop.add_signal_handler(signal.SIGTERM, stop)
+    for number in before:
+        loop.add_signal_handler(number, stop, number)
     try:
         yield
     except asyncio.CancelledError:
         if asked:
-            raise Terminated("asked to end (SIGTERM)") from None
+            raise Terminated(asked[0]) from None
         raise
     finally:
-        loop.remove_signal_handler(signal.SIGTERM)
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)  # the loop would leave the default, which ends without a word
 
 
-def write_log_to(path: str | Path | None, level: str, *, who: str = "") -> None:
+def _heeded() -> list[signal.Signals]:
+    return [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+@contextlib.contextmanager
+def stderr_to(path: Path) -> Iterator[None]:
+    """Have what libraries write to standard error, from C++ and threads of theirs, in a file, not on the terminal."""
+    sys.stderr.flush()
+    terminal, python = os.dup(2), sys.stderr
+    try:
+        with open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1) as file:
+            os.dup2(file.fileno(), 2)
+            sys.stderr = file
+            yield
+    finally:
+        sys.stderr = python
+        os.dup2(terminal, 2)
+        os.close(terminal)
+        with contextlib.suppress(OSError):  # the disk may be full
+            said = path.read_text(encoding="utf-8", errors="replace")
+            if said:
+                path.write_text(printable(said), encoding="utf-8")
+            else:
+                path.unlink()
+
+
+class LogFormatter(logging.Formatter):
+    """Lines that show nothing secret, hold no control characters and cannot be taken for lines of others."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        from agentrl.tools.redaction import without_secrets
+
+        return without_secrets(printable(super().format(record))).replace("\n", "\n  ")
+
+
+def write_log_to(path: str | Path | None, level: str, *, who: str = "", warnings_to: str | Path | None = None) -> None:
     """Send this process's log of ours to a file (None: standard error), not to a terminal that shows progress.
 
     Args:
         path: file to append to.
         level: ``debug``, ``info``, ``warning`` or ``error``.
         who: put before each line, such as ``rank 0``.
+        warnings_to: a file of another process that gets a copy of what is more than information.
     """
-    handler = logging.FileHandler(path, encoding="utf-8") if path else logging.StreamHandler(sys.stderr)
-    name = f" [{who}]" if who else ""
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s{name} %(name)s: %(message)s"))
     logger = logging.getLogger("agentrl")
-    logger.handlers = [handler]
+    logger.handlers = [_handler(path, who)]
+    if warnings_to is not None:
+        copy = _handler(warnings_to, who)
+        copy.setLevel(logging.WARNING)
+        logger.addHandler(copy)
     logger.propagate = False
     logger.setLevel(level.upper())
+
+
+def _handler(path: str | Path | None, who: str) -> logging.Handler:
+    handler = logging.FileHandler(path, encoding="utf-8") if path else logging.StreamHandler(sys.stderr)
+    name = f" [{who}]" if who else ""
+    handler.setFormatter(LogFormatter(f"%(asctime)s %(levelname)s{name} %(name)s: %(message)s"))
+    return handler

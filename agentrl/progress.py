@@ -6,8 +6,8 @@ of its own beyond rich's refresh (four times a second at most), because two core
 
 from __future__ import annotations
 
+import logging
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +22,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.process import printable
 from agentrl.types import Trajectory
+
+record = logging.getLogger(__name__)
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -51,22 +54,8 @@ def shown(path: Path) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
-# C0 but tab and newline, DEL, C1, and what reverses or breaks lines in Unicode.
-_UNPRINTABLE = re.compile(
-    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u2028\\u2029\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]"
-)
-
-
-def printable(text: str) -> str:
-    """``text`` of a model or a data file as it may go to a terminal: control characters become escapes.
-
-    Left as they are they could move the cursor, change the title or write into the clipboard.
-    """
-    return _UNPRINTABLE.sub(lambda found: ascii(found.group())[1:-1], text)
-
-
 class Progress:
-    """Shows a run. Use as a context manager; ``log`` lines stay above the panel."""
+    """Shows a run and logs the same lines. Use as a context manager; ``log`` lines stay above the panel."""
 
     def __init__(self, title: str, total_steps: int, *, console: Console | None = None):
         self.title = title
@@ -101,8 +90,10 @@ class Progress:
 
     def log(self, text: RenderableType) -> None:
         """Print a line that stays. Control characters in a text, such as those of a server's error, are escaped."""
-        if isinstance(text, Text) and (safe := printable(text.plain)) != text.plain:
-            text = Text(safe, style=text.style)
+        if isinstance(text, Text):
+            record.info("%s", text.plain)
+            if (safe := printable(text.plain)) != text.plain:
+                text = Text(safe, style=text.style)
         self.console.print(text)
 
     def stage(self, name: str) -> None:
@@ -110,6 +101,7 @@ class Progress:
         if name == self.stage_name:
             return
         self.stage_name, self._stage_started, self.detail = name, time.monotonic(), ""
+        record.info("%s", name)
         if self._live is None:
             self.console.print(f"[{clock(self.elapsed)}] {name}", markup=False)
 

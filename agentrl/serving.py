@@ -22,8 +22,7 @@ from typing import Any, Protocol
 
 from agentrl.data.files import storage_errors
 from agentrl.errors import AgentRLError, ConfigError, EngineError
-from agentrl.process import Terminated, terminate_on_sigterm, write_log_to
-from agentrl.progress import printable
+from agentrl.process import cancel_on_signals, printable, write_log_to
 from agentrl.rollout.engine import EngineSpec, available_memory
 from agentrl.rollout.process import API_KEY_ENV, new_api_key, port_is_free
 from agentrl.rollout.setup import engine_threads, has_gpu, scratch
@@ -93,14 +92,14 @@ def serve(options: ServeOptions) -> None:
         spec = engine_spec(options, model, name)
         try:
             asyncio.run(_serve(options, spec, Served("", name, key, is_new)))
-        except (KeyboardInterrupt, Terminated):
+        except KeyboardInterrupt:
             print("stopped", flush=True)
 
 
 async def _serve(options: ServeOptions, spec: EngineSpec, served: Served) -> None:
     from agentrl.rollout.pool import EnginePool
 
-    with terminate_on_sigterm():
+    with cancel_on_signals():
         pool = EnginePool(
             spec,
             options.rollout_num_engines,

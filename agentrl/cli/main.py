@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from agentrl.errors import AgentRLError
+from agentrl.process import Terminated, printable, raise_on_signals
 
 COMMANDS = {
     "train": "train an agent in an environment",
@@ -51,12 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code.
 
     0 is success, 1 a failure of the run, 2 a wrong flag, key, name or file, 3 a checkpoint that cannot be used,
-    4 a run folder that cannot be written, 130 Ctrl-C.
+    4 a run folder that cannot be written, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP.
     ``AGENTRL_TRACEBACK=1`` in the environment shows where an error came from.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(words)
+        with raise_on_signals():
+            return _dispatch(words)
     except AgentRLError as error:
         return _fail(error, str(error), error.exit_code)
     except ModuleNotFoundError as error:
@@ -66,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hint is None:
             raise
         return _fail(error, hint, 2)
+    except Terminated as error:
+        return _fail(error, str(error), error.exit_code)
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         return INTERRUPTED
@@ -104,8 +108,6 @@ def _fail(error: BaseException, message: str, code: int) -> int:
         import traceback
 
         traceback.print_exception(error)
-    from agentrl.progress import printable
-
     print(f"error: {printable(message)}", file=sys.stderr)  # it may hold what a server or a model said
     return code
 

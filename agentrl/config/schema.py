@@ -114,7 +114,8 @@ class EngineOptions:
     """Seconds between two checks that each engine can generate; 0 for none. An engine whose process ends is noticed
     at once, and one that does not answer two checks is replaced."""
     rollout_health_check_timeout: Seconds = 45.0
-    """Seconds such a check may take."""
+    """Seconds such a check may take. A trainer rank or rollout manager that stands still for twice as long ends the
+    run."""
     router_policy: Literal["consistent_hashing", "cache_aware", "round_robin", "random"] = "consistent_hashing"
     """How the router chooses an engine; `consistent_hashing` keeps an episode on one engine."""
     host: str = "127.0.0.1"

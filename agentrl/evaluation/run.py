@@ -30,7 +30,7 @@ from agentrl.evaluation.policy import described, model_folder, model_identity, o
 from agentrl.evaluation.record import identity, refuse_other
 from agentrl.evaluation.report import Report, warnings_before
 from agentrl.evaluation.results import SUMMARY, TRAJECTORIES, read_episodes, read_summaries
-from agentrl.process import terminate_on_sigterm, write_log_to
+from agentrl.process import cancel_on_signals, write_log_to
 from agentrl.progress import Progress, shown
 from agentrl.rollout.setup import scratch
 from agentrl.types import Trajectory, replace
@@ -274,5 +274,5 @@ def rewrite(file: Path, keep: Container[str]) -> None:
 
 
 async def _until_sigterm(work: Coroutine[Any, Any, Any]) -> Any:
-    with terminate_on_sigterm():
+    with cancel_on_signals():
         return await work

@@ -27,15 +27,18 @@ _NAMED = re.compile(
 )
 
 
-def redact(text: str) -> str:
-    """``text``, shortened, without file paths of this machine and without what looks like a secret.
+def without_secrets(text: str) -> str:
+    """``text`` without what looks like a secret.
 
     Secrets are values of environment variables whose names say so, keys in the forms that services give out,
     passwords in URLs, and what stands after words such as ``api_key=``.
     """
-    text = text[: 4 * MAX_LENGTH]
     for name, value in os.environ.items():
         if len(value) >= 8 and value in text and _SECRET_NAME.search(name):
             text = text.replace(value, "[secret]")
-    text = _NAMED.sub(r"\1\2[secret]", _SECRET.sub("[secret]", text))
-    return _PATH.sub("…", text)[:MAX_LENGTH]
+    return _NAMED.sub(r"\1\2[secret]", _SECRET.sub("[secret]", text))
+
+
+def redact(text: str) -> str:
+    """``text``, shortened, without file paths of this machine and :func:`without_secrets`."""
+    return _PATH.sub("…", without_secrets(text[: 4 * MAX_LENGTH]))[:MAX_LENGTH]

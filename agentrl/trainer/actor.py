@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import AgentRLError, WeightSyncError
 from agentrl.process import write_log_to
+from agentrl.trainer.watch import with_pulse
 
 if TYPE_CHECKING:
     from agentrl.config.schema import Config
@@ -141,8 +143,9 @@ class TrainActor:
             **self._sender_options,
         )
 
-    def pid(self) -> int:
-        """Process id, for the warden."""
+    def pulse(self, seconds: float) -> int:
+        """The process id, after ``seconds``; see :mod:`agentrl.trainer.watch`."""
+        time.sleep(seconds)
         return os.getpid()
 
     def close(self) -> None:
@@ -205,7 +208,7 @@ def create_ranks(
         "timeout": float(cfg.engine_timeout),
         "tp": cfg.rollout_num_gpus_per_engine if has_gpu() else 1,
     }
-    actor = ray.remote(TrainActor)
+    actor = with_pulse(TrainActor)
     ranks = [
         actor.options(**placement).remote(
             rank,

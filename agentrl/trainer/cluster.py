@@ -7,13 +7,19 @@ session in the temporary folder of the run, and ends with it.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from agentrl.errors import AgentRLError
+from agentrl.warden import descendants
+
+log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 180.0
 
@@ -29,6 +35,9 @@ _LOCAL_RAY = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
 }
+
+
+_RAY_PROCESSES = {"gcs_server": "Ray's head, the GCS", "raylet": "Ray's daemon, the raylet"}
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,9 @@ class Cluster:
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         import ray  # after the environment: Ray reads it when imported
 
+        # Ray's own handlers would end this process in Ray's way, and its threads print what they hear of errors.
+        ray._private.utils.set_sigterm_handler = lambda handler: None
+        ray._private.worker.print_to_stdstream = _to_log
         if self.is_local:
             ray.init(
                 num_cpus=max(int(sum(b.num_cpus for b in self.bundles)) + 1, 2),
@@ -128,6 +140,16 @@ class Cluster:
             ),
         }
 
+    def processes(self) -> dict[str, int]:
+        """Ids, by name, of the processes of a Ray of our own that everything else needs."""
+        found = {}
+        for proc in descendants(os.getpid(), include_root=False):
+            with contextlib.suppress(OSError):
+                name = Path(f"/proc/{proc.pid}/comm").read_text().strip()
+                if name in _RAY_PROCESSES:
+                    found[_RAY_PROCESSES[name]] = proc.pid
+        return found
+
     def stop(self) -> None:
         """End everything this object started. Safe to call twice."""
         import ray
@@ -137,6 +159,10 @@ class Cluster:
                 ray.util.remove_placement_group(self._group)
             ray.shutdown()
         self._group = None
+
+
+def _to_log(data: dict[str, Any], **_: Any) -> None:
+    log.info("Ray (%s): %s", data["pid"], "\n".join(data["lines"]))
 
 
 def _total(shapes: list[dict[str, float]]) -> str:

@@ -37,9 +37,15 @@ async def within(what: str, seconds: float, *refs: Any) -> list[Any]:
     except RayTaskError as error:
         if isinstance(error.cause, AgentRLError):
             raise error.cause from None
-        raise AgentRLError(f"{what} failed: {error}") from error
+        raise AgentRLError(f"{what} failed: {one_line(error.cause)}; see the logs in the run folder") from error
     except RayActorError as error:
-        raise AgentRLError(f"{what} failed: the process died ({error}); see the logs in the run folder") from error
+        raise AgentRLError(f"{what} failed: a process of the run died; see the logs in the run folder") from error
+
+
+def one_line(error: BaseException) -> str:
+    """An error that crossed Ray, without the stacks that Ray puts into its text."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 class TrainerGroup:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections import deque
 from pathlib import Path
@@ -52,7 +53,8 @@ class RolloutManager:
         self.run_dir = Path(run_dir)
         self.model_dir = model_dir
         self.engine_options = engine_options
-        write_log_to(self.run_dir / "logs" / "rollout-manager.log", cfg.log_level)
+        logs = self.run_dir / "logs"
+        write_log_to(logs / "rollout-manager.log", cfg.log_level, who="rollout", warnings_to=logs / "driver.log")
         self.store = TrajectoryStore(self.run_dir / "trajectories")
         self.version = -1
         self._count(0)
@@ -236,6 +238,11 @@ class RolloutManager:
     async def peek(self) -> tuple[dict[str, int], Trajectory | None]:
         """How far the batch at hand is; once, the first episode of the run."""
         return dict(self._counted), self._fresh.popleft() if self._fresh else None
+
+    async def pulse(self, seconds: float) -> int:
+        """The process id, after ``seconds``, from an event loop of its own; see :mod:`agentrl.trainer.watch`."""
+        await asyncio.sleep(seconds)
+        return os.getpid()
 
     async def mark_trained(self) -> None:
         """The optimizer has taken the last batch: its tasks count as trained, those that gave nothing as dropped."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from pathlib import Path
 
 from rich.text import Text
@@ -19,7 +20,7 @@ from agentrl.data.rundir import RunDir
 from agentrl.errors import AgentRLError, ConfigError, EnvError
 from agentrl.evaluation.heldout import held_out_sets
 from agentrl.loading import portable, portable_source
-from agentrl.process import terminate_on_sigterm, write_log_to
+from agentrl.process import cancel_on_signals, stderr_to, write_log_to
 from agentrl.progress import Progress, before_after, clock, episode_panel, shown
 from agentrl.rollout.episode import describe
 from agentrl.rollout.setup import has_gpu, make_env, scratch
@@ -27,13 +28,19 @@ from agentrl.trainer.checkpoint import Checkpoint, CheckpointStore
 from agentrl.trainer.cluster import Bundle, Cluster
 from agentrl.trainer.group import RolloutGroup, TrainerGroup
 from agentrl.trainer.loop import best_metrics, training_loop
+from agentrl.trainer.watch import ProcessLostError, Watch, with_pulse
 from agentrl.types import Trajectory
+from agentrl.versions import installed
 from agentrl.warden import Warden
 
 log = logging.getLogger(__name__)
 
 START_DEADLINE_S = 900.0
 CLOSE_DEADLINE_S = 30.0
+KILLED = (
+    "agentrl train ended without a word: killed, perhaps for lack of memory, or ended by a library, see {logs}. "
+    "All its processes are gone; go on with: agentrl train --load {run}"
+)
 PATHS = ("save", "save_hf", "hf_checkpoint", "ref_load")
 HOOKS = ("env", "custom_rm_path", "custom_generate_function_path", "data_source_path")
 
@@ -58,6 +65,7 @@ def train(cfg: Config) -> int:
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(RunDir.resume(cfg, step=start) if source else RunDir.create(cfg))
         write_log_to(run.logs / "driver.log", cfg.log_level)
+        log.info("start, process %d: %s", os.getpid(), ", ".join(f"{n} {v}" for n, v in installed().items()))
         if source is not None:
             CheckpointStore(run.checkpoints).go_on_from(source)
         progress = stack.enter_context(Progress(f"agentrl train · {run.path.name}", cfg.num_rollout))
@@ -65,7 +73,8 @@ def train(cfg: Config) -> int:
         progress.log(Text(f"run folder  {run.path}"))
         try:
             with (
-                Warden() as warden,
+                Warden(last_words=KILLED.format(logs=shown(run.logs), run=shown(run.path))) as warden,
+                stderr_to(run.logs / "stderr.log"),
                 scratch(warden) as temp_dir,
                 Cluster(bundles(cfg), namespace=run.path.name, temp_dir=temp_dir) as cluster,
             ):
@@ -142,24 +151,33 @@ def bundles(cfg: Config) -> list[Bundle]:
 async def _run(cfg: Config, cluster: Cluster, run: RunDir, progress: Progress, source: Checkpoint | None) -> None:
     rollout: RolloutGroup | None = None
     checkpoints = CheckpointStore(run.checkpoints, keep_last=cfg.keep_last)
-    with terminate_on_sigterm():
+    with cancel_on_signals():
         try:
-            progress.stage("starting engines and trainer")
-            # In a thread, since it waits for rank 0: Ctrl-C must count at once.
-            trainer, rollout = await asyncio.to_thread(start_actors, cfg, cluster, run)
-            await asyncio.gather(trainer.ready(), rollout.start())
-            start = 0
-            if source is not None:
-                progress.stage(f"loading the checkpoint after step {source.step}")
-                await source.load(trainer=trainer, rollout=rollout)
-                start = source.step
-            await training_loop(
-                cfg, start=start, trainer=trainer, rollout=rollout, checkpoints=checkpoints, run=run, progress=progress
-            )
-            if cfg.save_hf:
-                progress.stage("exporting the model")
-                await rollout.hold()
-                await trainer.save_hf(Path(cfg.save_hf))
+            async with Watch(2 * cfg.rollout_health_check_timeout) as watch:
+                watch.processes(cluster.processes())
+                progress.stage("starting engines and trainer")
+                # In a thread, since it waits for rank 0: Ctrl-C must count at once.
+                trainer, rollout = await asyncio.to_thread(start_actors, cfg, cluster, run)
+                for number, rank in enumerate(trainer.ranks):
+                    watch.actor(f"trainer rank {number}", rank, run.logs / f"trainer-{number}.log")
+                watch.actor("the rollout manager", rollout.manager, run.logs / "rollout-manager.log")
+                await asyncio.gather(trainer.ready(), rollout.start())
+                start = 0
+                if source is not None:
+                    progress.stage(f"loading the checkpoint after step {source.step}")
+                    await source.load(trainer=trainer, rollout=rollout)
+                    start = source.step
+                await training_loop(
+                    cfg, start=start, trainer=trainer, rollout=rollout, checkpoints=checkpoints, run=run,
+                    progress=progress,
+                )  # fmt: skip
+                if cfg.save_hf:
+                    progress.stage("exporting the model")
+                    await rollout.hold()
+                    await trainer.save_hf(Path(cfg.save_hf))
+        except ProcessLostError:
+            rollout = None  # whom to ask is gone or may be: Ray and the warden end what is left
+            raise
         finally:
             progress.stage("stopping")
             if rollout is not None:
@@ -169,8 +187,6 @@ async def _run(cfg: Config, cluster: Cluster, run: RunDir, progress: Progress, s
 
 def start_actors(cfg: Config, cluster: Cluster, run: RunDir) -> tuple[TrainerGroup, RolloutGroup]:
     """Create all actors; they start at the same time."""
-    import ray
-
     from agentrl.trainer.actor import create_ranks
     from agentrl.trainer.manager import RolloutManager
 
@@ -179,7 +195,7 @@ def start_actors(cfg: Config, cluster: Cluster, run: RunDir) -> tuple[TrainerGro
     ranks = create_ranks(cfg, model, [cluster.options(i) for i in range(world)], log_dir=run.logs)
     engine_options = [cluster.options(world + i) for i in range(engines)]
     manager = (
-        ray.remote(RolloutManager)
+        with_pulse(RolloutManager)
         .options(**cluster.options(world + engines), max_concurrency=1000)
         .remote(cfg, str(run.path), model, engine_options)
     )

@@ -1,0 +1,140 @@
+"""Watches what a run cannot replace: the trainer's ranks, the rollout manager, Ray itself. Engines are the pool's.
+
+A Ray actor is asked for a pulse, which it gives from a thread of its own (concurrency group :data:`PULSE`): a process
+that ended is noticed at once, for a question is always open, and one that stands still (stopped, swapped out, stuck in
+a call that holds Python's lock) is told from one that works. Work that never ends is not noticed here: each call has
+its own deadline, and each collective has ``--distributed-timeout-minutes``.
+
+Ray's own processes on this machine are watched by the kernel. Left to itself, Ray goes on for a minute without its
+head and then ends the driver from C++.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from agentrl.errors import AgentRLError, ConfigError
+
+log = logging.getLogger(__name__)
+
+PULSE = "pulse"
+"""Ray's concurrency group of pulses; see :func:`with_pulse`."""
+PULSE_S = 5.0
+FIRST_PULSE_S = 900.0
+"""Longest wait for an actor's process to be there."""
+GRACE_S = 2.0
+"""How long a failure waits for word of a process that died: the others fail because of it, often sooner."""
+
+
+class ProcessLostError(AgentRLError):
+    """A process that a run cannot do without died or stands still. The text names the first of them."""
+
+
+def with_pulse(actor: type) -> Any:
+    """The class, which has a method ``pulse(seconds) -> process id``, as a Ray actor with a thread for it."""
+    import ray
+
+    return ray.remote(concurrency_groups={PULSE: 1})(actor)
+
+
+class Watch:
+    """Around the coroutine of a run: cancels it when a watched process is lost, and raises what was lost first.
+
+    Also an error of the run itself gives way to the loss that caused it.
+
+    Args:
+        patience: seconds for which a process may stand still.
+    """
+
+    def __init__(self, patience: float):
+        self._patience = patience
+        self._tasks: list[asyncio.Task[None]] = []
+        self._fds: list[int] = []
+        self._lost = asyncio.Event()
+        self._error: ProcessLostError | None = None
+        self._cancelled = False
+
+    async def __aenter__(self) -> Self:
+        self._body = asyncio.current_task()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._body = None  # from here on nothing is cancelled
+        try:
+            if isinstance(error, AgentRLError) and not isinstance(error, ConfigError) and self._tasks:
+                async with asyncio.timeout(GRACE_S):
+                    await self._lost.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._stop()
+        if self._error is None or isinstance(error, KeyboardInterrupt):
+            return
+        if self._cancelled and asyncio.current_task().uncancel():
+            return  # Ctrl-C at the same time
+        raise self._error from error
+
+    def actor(self, name: str, handle: Any, log_file: os.PathLike[str] | str) -> None:
+        """Watch a Ray actor made :func:`with_pulse`."""
+        self._tasks.append(asyncio.create_task(self._ask(name, handle, log_file)))
+
+    def processes(self, pids: Mapping[str, int]) -> None:
+        """Watch processes of this machine, by name, for their end."""
+        for name, pid in pids.items():
+            try:
+                watched = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._report(f"{name} (process {pid}) ended")
+                continue
+            self._fds.append(watched)
+            asyncio.get_running_loop().add_reader(
+                watched, self._report, f"{name} (process {pid}) ended: killed, perhaps for lack of memory, or crashed"
+            )
+
+    async def _ask(self, name: str, handle: Any, log_file: os.PathLike[str] | str) -> None:
+        from ray.exceptions import ActorUnavailableError, RayError
+
+        who, patience = name, FIRST_PULSE_S
+        while True:
+            try:
+                async with asyncio.timeout(patience):
+                    pid = await self._pulse(handle, ActorUnavailableError)
+            except TimeoutError:
+                return self._report(f"{who} gave no sign of life for {patience:.0f} s: it hangs or was stopped")
+            except RayError as error:
+                log.error("%s: %s", name, error)
+                if getattr(error, "actor_init_failed", False):
+                    return  # the call that waits for it says why
+                return self._report(f"{who} died: killed, perhaps for lack of memory, or crashed; see {log_file}")
+            who, patience = f"{name} (process {pid})", PULSE_S + self._patience
+
+    @staticmethod
+    async def _pulse(handle: Any, unavailable: type[Exception]) -> int:
+        while True:
+            try:
+                return await handle.pulse.options(concurrency_group=PULSE).remote(PULSE_S)
+            except unavailable:  # a connection broke; whether the process did, the next answer tells
+                await asyncio.sleep(0.5)
+
+    def _report(self, what: str) -> None:
+        if self._error is not None:
+            return
+        self._error = ProcessLostError(what)
+        self._lost.set()
+        if self._body is not None:
+            self._cancelled = True
+            self._body.cancel()
+
+    def _stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for fd in self._fds:
+            asyncio.get_running_loop().remove_reader(fd)
+            os.close(fd)
