@@ -151,6 +151,10 @@ def _cpu_tokens(spec: EngineSpec, options: ServeOptions) -> int:
     return max(4096, min(_CPU_TOKENS, fits))
 
 
+_NOT_SERVED = ("seed_oss", "nemotron", "apriel", "smollm3_python")  # SGLang has no detector of their calls
+_REASONING = {"gpt-oss": "gpt-oss", "kimi_k3": "kimi_k3", "minimax-m3": "minimax-m3", "gemma4": "gemma4"}  # not in <think>
+
+
 def parsers(options: ServeOptions, model: str) -> tuple[str | None, str | None]:
     """SGLang's tool-call parser and reasoning parser for the model: as asked for, or as its chat template is.
 
@@ -162,8 +166,9 @@ def parsers(options: ServeOptions, model: str) -> tuple[str | None, str | None]:
     chosen = [options.tool_call_parser, options.reasoning_parser]
     if "auto" in chosen:
         chat = ChatTemplate(model)
-        # Our names of call formats are SGLang's.
-        automatic = (chat.call_format, _reasoning_parser(chat))
+        # Our names of call formats are SGLang's, where it has the format.
+        served = "none" if chat.call_format in _NOT_SERVED else chat.call_format
+        automatic = (served, _reasoning_parser(chat))
         chosen = [own if word == "auto" else word for word, own in zip(chosen, automatic, strict=True)]
     tool_parser, reasoning_parser = (None if word == "none" else word for word in chosen)
     return tool_parser, reasoning_parser
@@ -172,6 +177,8 @@ def parsers(options: ServeOptions, model: str) -> tuple[str | None, str | None]:
 def _reasoning_parser(chat: Any) -> str:
     """For templates that decide about thinking. SGLang takes an answer without tags for thought where it is on."""
     source = chat.template_source
+    if chat.call_format in _REASONING:
+        return _REASONING[chat.call_format]
     if chat.opening:
         return "deepseek-r1"
     if chat.call_format == "deepseekv31":

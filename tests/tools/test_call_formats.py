@@ -18,6 +18,7 @@ from family_calls import (
     K_CALL,
     K_CLOSE,
     K_END,
+    M3,
     SEP,
     TOOLS,
     calls_in,
@@ -28,12 +29,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.errors import ConfigError
-from agentrl.tools.parsers import MAX_CALLS, detect_format, get_parser, sglang_detectors
-from agentrl.tools.parsers.families import FAMILIES
+from agentrl.tools.parsers import FORMATS, MAX_CALLS, detect_format, get_parser
 
-pytest.importorskip("sglang", reason="the families' formats are read by SGLang's detectors")
-
-FORMATS = [*FAMILIES, "pythonic"]
 PARSERS = {name: get_parser(name).with_tools(TOOLS) for name in FORMATS}
 ARGUMENTS = [
     {"query": "who wrote it?"},
@@ -52,8 +49,6 @@ def test_a_call_is_read_as_it_was_meant(name, arguments):
     parsed = PARSERS[name].parse(calls_in(name, ("search", arguments)))
     (call,) = parsed.tool_calls
     assert (call.name, call.error, parsed.content) == ("search", None, "")
-    if name == "qwen3_coder" and arguments.get("query") == "null":
-        arguments = {"query": None}  # SGLang's reading; the tool's schema then refuses it
     assert call.arguments == arguments
     assert parsed.message()["tool_calls"][0]["function"] == {"name": "search", "arguments": arguments}
 
@@ -72,20 +67,34 @@ def test_several_calls_with_words_before_them(name):
     assert len({c.id for c in parsed.tool_calls}) == 3
 
 
-@pytest.mark.parametrize("name", [n for n in FORMATS if n != "pythonic"])
+READ_OTHERWISE = {
+    # Queries of calls in which SGLang trims a text, makes a number or nothing of it, or a text of `null` or a number.
+    "glm": ("  3.10 ", "null"),
+    "qwen3_coder": ("null",),
+    "minimax-m2": ("  3.10 ", "null"),
+    "minimax-m3": ("  3.10 ", "naïve 中文 😀\nsecond line"),
+    "deepseekv32": ("  3.10 ",),
+    "deepseekv4": ("  3.10 ",),
+    "gemma4": ("naïve 中文 😀\nsecond line",),
+}
+NOT_SERVED = ("pythonic", "seed_oss", "nemotron", "apriel", "smollm3_python")  # SGLang has no detector, or a wild one
+
+
+@pytest.mark.parametrize("name", [n for n in FORMATS if n not in NOT_SERVED])
 def test_whole_turns_are_read_as_the_serving_detector_reads_them(name):
-    """On well-formed turns of known tools the framing changes nothing."""
-    parser = PARSERS[name]
-    tools = sglang_detectors._tools(parser._schemas, name)
-    # GLM-4.5 is served with a detector of its own, which makes "3.1" of the text "3.10" and "None" of "null".
-    module, detector = ("glm4_moe_detector", "Glm4MoeDetector") if name == "glm" else parser.detector
-    serving = sglang_detectors._detector(module, detector, name)
+    """On well-formed turns of known tools."""
+    protocol = pytest.importorskip("sglang.srt.entrypoints.openai.protocol")
+    served = pytest.importorskip("sglang.srt.function_call.function_call_parser")
+    detectors = served.FunctionCallParser.ToolCallParserEnum
+    tools = [protocol.Tool(**tool) for tool in TOOLS]
     for arguments in ARGUMENTS:
-        if name == "glm" and arguments.get("query", "").strip() in ("3.10", "null"):
+        if arguments.get("query") in READ_OTHERWISE.get(name, ()):
             continue
         text = calls_in(name, ("search", arguments), ("search", {"query": "b"}))
-        theirs = serving().detect_and_parse(text.strip(), tools).calls
-        ours = parser.parse(text).tool_calls
+        given = text.replace("<|channel|>commentary", "<|start|>assistant<|channel|>commentary")
+        given = given.replace(":opensource>", ">")  # a suffix that the detector takes from the tokenizer
+        theirs = detectors[name]().detect_and_parse(given.strip(), tools).calls
+        ours = PARSERS[name].parse(text).tool_calls
         assert [(c.name, json.loads(c.parameters)) for c in theirs] == [(c.name, c.arguments) for c in ours]
 
 
@@ -143,25 +152,34 @@ def test_answers_that_look_like_calls(text):
         assert PARSERS["pythonic"].parse(text).tool_calls == []
 
 
+MANY_ARGUMENTS = glm("f", {f"k{i}": 1 for i in range(999)})
 MALFORMED = [
     ("glm", "<tool_call>search\n<arg_key>query</arg_key>", "is not closed by </tool_call>"),
-    ("glm", "<tool_call>search\n<arg_key>query</arg_key>\n</tool_call>", "each argument is <arg_key>"),
-    ("glm", "<tool_call>search\n<arg_key>query</arg_key> x <arg_value>1</arg_value></tool_call>", "each argument is"),
-    ("glm", "<tool_call>\n</tool_call>", "must be followed by the name of a tool"),
+    ("glm", "<tool_call>search\n<arg_key>query</arg_key>\n</tool_call>", "each argument <arg_key>"),
+    (
+        "glm",
+        "<tool_call>search\n<arg_key>query</arg_key> x <arg_value>1</arg_value></tool_call>",
+        "each argument <arg_key>",
+    ),
+    ("glm", "<tool_call>\n</tool_call>", "a call is NAME"),
     ("glm", "<tool_call>a<tool_call>b</tool_call>", "inside a call that is not closed"),
     (
         "glm",
         glm("search", {"query": "a"})[:-12] + "<arg_key>query</arg_key><arg_value>b</arg_value></tool_call>",
         "twice",
     ),
-    ("glm", "<tool_call>f" + "<arg_key>k</arg_key><arg_value>1</arg_value>" * 999 + "</tool_call>", "more than 256"),
-    ("glm", "<tool_call>search<arg_key>page</arg_key><arg_value>NaN</arg_value></tool_call>", "NaN is not JSON"),
+    ("glm", MANY_ARGUMENTS, "more than 256"),
+    ("glm", "<tool_call>f<arg_key>k</arg_key><arg_value>1</tool_call>", "a value is not closed by </arg_value>"),
     ("glm", "query</arg_key>", "</arg_key> without a call"),
-    ("qwen3_coder", "<tool_call>\nsearch\n</tool_call>", "starts with <function=NAME>"),
-    ("qwen3_coder", "<tool_call><function=search></tool_call>", "not closed by </function>"),
-    ("qwen3_coder", "<tool_call><function=search><parameter=query>x</function></tool_call>", "each argument is"),
-    ("qwen3_coder", "<tool_call><function=search>x</function></tool_call>", "text between arguments"),
-    ("qwen3_coder", "<tool_call><function=a></function><function=b></function></tool_call>", "one function in each"),
+    ("qwen3_coder", "<tool_call>\nsearch\n</tool_call>", "a call is <function=NAME>"),
+    ("qwen3_coder", "<tool_call><function=search></tool_call>", "one </function>"),
+    (
+        "qwen3_coder",
+        "<tool_call><function=search><parameter=query>x</function></tool_call>",
+        "not closed by </parameter>",
+    ),
+    ("qwen3_coder", "<tool_call><function=search>x</function></tool_call>", "for each argument"),
+    ("qwen3_coder", "<tool_call><function=a></function><function=b></function></tool_call>", "one </function>"),
     ("qwen3_coder", coder("search", {"query": "a"}).replace("</f", "<parameter=query>b</parameter></f"), "twice"),
     ("qwen3_coder", "</function>", "without a call"),
     ("deepseekv3", f"{CALL}function{SEP}now\n```json\n{{}}\n```{CLOSE}", "must stand between"),
@@ -192,6 +210,33 @@ MALFORMED = [
     ("llama3", "<|python_tag|>import os", "not valid JSON"),
     ("llama3", "<|python_tag|>[1]", "a call is a JSON object, got a list"),
     ("llama3", '<|python_tag|>{"parameters": {}}', '"name" must be'),
+    ("hunyuan", "<tool_calls><tool_call>search</tool_call></tool_calls>", "NAME<tool_sep>"),
+    ("hunyuan", "<tool_call>search<tool_sep></tool_call>", "must stand between <tool_calls>"),
+    ("seed_oss", "<seed:tool_call>search</seed:tool_call>", "a call is <function=NAME>"),
+    ("seed_oss", "<seed:tool_call><function=search></function>", "is not closed by </seed:tool_call>"),
+    ("minimax-m2", '<minimax:tool_call><invoke name="f">1</invoke></minimax:tool_call>', '<parameter name="KEY">'),
+    ("minimax-m2", '<invoke name="f"></invoke>', "must stand between <minimax:tool_call>"),
+    ("minimax-m2", "<minimax:tool_call></minimax:tool_call>", "without a call"),
+    ("minimax-m3", f'{M3}<tool_call>{M3}<invoke name="f">{M3}<a>1{M3}</invoke>', "<a> is not closed"),
+    ("minimax-m3", f'{M3}<tool_call>{M3}<invoke name="f">{M3}</a>{M3}</invoke>', "</a> closes"),
+    ("minimax-m3", f'{M3}<tool_call>{M3}<invoke name="f">{M3}<a>1{M3}<b>{M3}</b>{M3}</a>{M3}</invoke>', "and elements"),
+    ("minimax-m3", f"{M3}<tool_call>{{}}{M3}</tool_call>", "without a call"),
+    ("deepseekv32", '<｜DSML｜invoke name="f"></｜DSML｜invoke>', "must stand between <｜DSML｜function_calls>"),
+    ("deepseekv4", '<｜DSML｜tool_calls><｜DSML｜invoke name="f">x</｜DSML｜invoke>', "for each argument"),
+    ("kimi_k3", '<|open|>tools<|sep|><|open|>call tool="f"<|sep|>x<|close|>call<|sep|>', "for each argument"),
+    ("kimi_k3", '<|open|>tools<|sep|><|open|>call tool="f"<|sep|>', "is not closed by <|close|>call<|sep|>"),
+    ("gemma4", "<|tool_call>search{}<tool_call|>", "a call is call:NAME"),
+    ("gemma4", '<|tool_call>call:search{query:<|"|>x}<tool_call|>', "not valid JSON"),
+    ("gemma4", "<|tool_call>call:search{}", "is not closed by <tool_call|>"),
+    ("gpt-oss", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{", "not valid JSON"),
+    ("gpt-oss", "<|channel|>commentary to=functions.f", "is not closed by <|call|>"),
+    ("gpt-oss", "<|channel|>", "without a call"),
+    ("nemotron", '<TOOLCALL>{"name": "now"}</TOOLCALL>', "followed by a JSON list"),
+    ("nemotron", '<TOOLCALL>[{"name": "now"}', "is not closed by </TOOLCALL>"),
+    ("apriel", "<tool_calls>[]x</tool_calls>", "text after the list"),
+    ("lfm2", "<|tool_call_start|>search()<|tool_call_end|>", "a Python list of calls"),
+    ("lfm2", "<|tool_call_start|>[]<|tool_call_end|>", "the list of calls is empty"),
+    ("smollm3_python", "<code>import os</code>", "not a Python list of calls"),
     ("pythonic", "[search('x')]", "given by name"),
     ("pythonic", "[search(query=open('x'))]", "must be a literal"),
     ("pythonic", "[search(query='x'", "not closed by ]"),
@@ -226,6 +271,11 @@ def test_a_malformed_call_keeps_its_place_among_good_ones():
     assert [c.error is None for c in parsed.tool_calls] == [True, False]
 
 
+def test_a_number_that_is_none_reaches_the_validation_as_it_was_written():
+    (call,) = PARSERS["glm"].parse(glm("search", {"query": "NaN", "page": "NaN", "deep": "1e999"})).tool_calls
+    assert call.arguments == {"query": "NaN", "page": "NaN", "deep": "1e999"}
+
+
 def test_a_value_of_the_wrong_type_reaches_the_validation_as_it_was_written():
     (call,) = PARSERS["qwen3_coder"].parse(coder("search", {"query": "x", "deep": "maybe", "page": "two"})).tool_calls
     assert call.arguments == {"query": "x", "deep": "maybe", "page": "two"}
@@ -248,7 +298,7 @@ def test_other_names_of_the_formats():
         (f"{BEGIN}{CALL}{{{{ name }}}}{SEP}", "deepseekv31"),
         ("<|tool_calls_section_begin|>", "kimi_k2"),
         ("Environment: ipython {\"name\": function name, \"parameters\": {}}", "llama3"),
-        ("<tool_calls><tool_call>{{ name }}<tool_sep><arg_key>", "none"),
+        ("<tool_calls><tool_call>{{ name }}<tool_sep><arg_key>", "hunyuan"),
     ],
 )  # fmt: skip
 def test_formats_are_found_in_templates(template, name):
@@ -256,24 +306,14 @@ def test_formats_are_found_in_templates(template, name):
     assert get_parser(name).name == name
 
 
-def test_sglang_is_imported_for_a_call_and_not_before():
+def test_nothing_heavy_is_imported_for_a_call():
     script = (
         "import sys; from agentrl.tools.parsers import get_parser\n"
-        "parser = get_parser('mistral'); assert parser.parse('words').content == 'words'\n"
+        "parser = get_parser('glm').with_tools([{'name': 'f'}])\n"
+        "assert parser.parse('<tool_call>f</tool_call>').tool_calls[0].name == 'f'\n"
         "assert not {'sglang', 'torch', 'transformers'} & set(sys.modules)\n"
-        "sys.modules['sglang'] = None\n"
-        "from agentrl.errors import ConfigError\n"
-        "for attempt in (lambda: parser.with_tools([{'name': 'f'}]), lambda: parser.parse('[TOOL_CALLS]f[ARGS]{}')):\n"
-        "    try: attempt()\n"
-        "    except ConfigError as error: print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.count("call_format 'hermes' or 'tags:<tool>,answer'") == 2
-
-
-def test_a_schema_that_sglang_refuses_is_named():
-    with pytest.raises(ConfigError, match=r"refuses the schema \{'name': 3"):
-        get_parser("glm").with_tools([{"type": "function", "function": {"name": 3}}])
+    subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
 
 
 # -- any text ---------------------------------------------------------------------------------------
@@ -359,26 +399,26 @@ def test_nothing_thought_is_run(name, text):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_megabyte_is_parsed_in_no_time(name):
-    big = "a=1, " * 200_000
+def test_a_long_turn_is_parsed_in_no_time(name):
+    big = "a=1, " * 60_000
     texts = [
-        calls_in(name, ("search", {"query": big[:1_000_000]})),
-        calls_in(name, *[("search", {"query": "x"})] * 10_000),
-        calls_in(name, ("search", {f"k{i}": "v" for i in range(50_000)})),
-        calls_in(name, ("search", {"query": big[:1_000_000]}))[:-9],
-        *(token * (1_000_000 // len(token)) for token in TOKENS),
-        *("".join(pair) * 30_000 for pair in zip(TOKENS, TOKENS[1:], strict=False)),
-        BEGIN + f"{CALL}function{SEP}" * 20_000 + "\n```json\n{}\n```" * 20_000 + CLOSE + END,
-        BEGIN + CALL + "function" + SEP * 50_000 + "```json\n{}" + "\n```" * 50_000 + CLOSE + END,
-        "[f(" + "a=1," * 100_000,
-        "<tool_call>" + " " * 500_000 + "<arg_key>" + " " * 500_000,
-        "<tool_call>f<arg_key>k</arg_key>" + "\\n" * 300_000 + "x<arg_value>v</arg_value></tool_call>",
-        "<tool_call>f" + " " * 500_000 + "x</tool_call>",
-        "<tool_call>f" + "\\n" * 300_000 + "x<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>",
+        calls_in(name, ("search", {"query": big[:300_000]})),
+        calls_in(name, *[("search", {"query": "x"})] * 3_000),
+        calls_in(name, ("search", {f"k{i}": "v" for i in range(15_000)})),
+        calls_in(name, ("search", {"query": big[:300_000]}))[:-9],
+        *(token * (300_000 // len(token)) for token in TOKENS),
+        *("".join(pair) * 10_000 for pair in zip(TOKENS, TOKENS[1:], strict=False)),
+        BEGIN + f"{CALL}function{SEP}" * 7_000 + "\n```json\n{}\n```" * 7_000 + CLOSE + END,
+        BEGIN + CALL + "function" + SEP * 15_000 + "```json\n{}" + "\n```" * 15_000 + CLOSE + END,
+        "[f(" + "a=1," * 30_000,
+        "<tool_call>" + " " * 150_000 + "<arg_key>" + " " * 150_000,
+        "<tool_call>f<arg_key>k</arg_key>" + "\\n" * 100_000 + "x<arg_value>v</arg_value></tool_call>",
+        "<tool_call>f" + " " * 150_000 + "x</tool_call>",
+        "<tool_call>f" + "\\n" * 100_000 + "x<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>",
         '{"name": "search", "parameters": ' * 30_000,
-        "; ".join(['{"name": "now", "parameters": {}}'] * 30_000),
+        "; ".join(['{"name": "now", "parameters": {}}'] * 10_000),
     ]
     for text in texts:
-        started = time.perf_counter()
+        started = time.process_time()
         check(PARSERS[name], text)
-        assert time.perf_counter() - started < 2.0, text[:80]
+        assert time.process_time() - started < 1.0, text[:80]

@@ -15,6 +15,7 @@ from agentrl.types import Message, ToolCall
 
 MAX_CALLS = 64
 """Calls read from one turn; more are refused unread, so that no text is slow to parse."""
+_THINK, _THOUGHT = {"<think>": "</think>"}, frozenset(["</think>"])
 _CALL_IDS = [f"call_{number}" for number in range(2 * MAX_CALLS)]  # shared by all trajectories that are held
 
 _message, _call, _function = SharedKeys(), SharedKeys(), SharedKeys()
@@ -64,18 +65,23 @@ class Parser(ABC):
     hint: str = ""
     """How a call is written, for a model that got it wrong."""
     reasoning_tags: ClassVar[Mapping[str, str]] = {"<think>": "</think>"}
-    """Opening and closing tags of what is thought: nothing in between is a call."""
+    """Opening and closing tags of what is thought, all that the family has: nothing in between is a call."""
 
     @abstractmethod
     def parse(self, text: str) -> Parsed:
         """Takes one turn apart. Never raises on a ``str``."""
 
-    def with_tools(self, schemas: Sequence[dict[str, Any]]) -> Parser:
-        """The parser for an episode with these tools (OpenAI form); most formats need not know them.
-
-        Raises:
-            ConfigError: what the format needs is not installed.
+    def plain(self, text: str) -> str:
+        """The turn with what was thought between ``<think>`` tags, as environments and rewards get it, whatever marks
+        the family has for its reasoning and its answer. Calls stay as they were written.
         """
+        for opening, closing in self.reasoning_tags.items():
+            if opening not in _THINK:
+                text = text.replace(opening, "<think>").replace(closing, "</think>")
+        return text
+
+    def with_tools(self, schemas: Sequence[dict[str, Any]]) -> Parser:
+        """The parser for an episode with these tools (OpenAI form); most formats need not know them."""
         return self
 
     def call_id(self, number: int) -> str:
@@ -91,12 +97,12 @@ class Parser(ABC):
             bare: What a call without opening tag starts with, at the start of what is said.
         """
         text = clean_text(text)
-        tags, closings = self.reasoning_tags, frozenset(self.reasoning_tags.values())
+        tags, closings = _THINK, _THOUGHT
         pattern = _any_of((*tags, *closings, *openings))
         content: list[str] = []
         thoughts: list[str] = []
         calls: list[ToolCall] = []
-        head = position = _end_of_head(text, tags, closings)
+        head = position = _end_of_head(text)
         said = False  # whether anything but white space was
         while True:
             if bare and not said and (start := bare.match(text, position)):
@@ -159,17 +165,17 @@ def _any_of(tags: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, tags)))
 
 
-def _end_of_head(text: str, tags: Mapping[str, str], closings: frozenset[str]) -> int:
+def _end_of_head(text: str) -> int:
     """Where the text begins that is not the rest of a reasoning block opened in the prompt.
 
     Some templates write ``<think>`` themselves, so a turn may start inside the block: whatever stands
     before a ``</think>`` that nothing opened was thought, calls included.
     """
     end, is_open = 0, False
-    if not any(closing in text for closing in closings):
+    if not any(closing in text for closing in _THOUGHT):
         return end  # the usual turn; one look costs less than a search
-    for match in _any_of((*tags, *closings)).finditer(text):
-        if match.group() in tags:
+    for match in _any_of((*_THINK, *_THOUGHT)).finditer(text):
+        if match.group() in _THINK:
             is_open = True
         elif is_open:
             is_open = False

@@ -6,30 +6,88 @@ import re
 
 from agentrl.errors import ConfigError
 from agentrl.tools.parsers.base import NoneParser, Parser
-from agentrl.tools.parsers.families import FAMILIES
+from agentrl.tools.parsers.families import (
+    AprielParser,
+    DeepSeekV3Parser,
+    DeepSeekV31Parser,
+    KimiParser,
+    LlamaParser,
+    MistralParser,
+    NemotronParser,
+)
+from agentrl.tools.parsers.gemma import GemmaParser
+from agentrl.tools.parsers.gpt_oss import GptOssParser
 from agentrl.tools.parsers.hermes import HermesParser
+from agentrl.tools.parsers.lfm2 import Lfm2Parser, SmolPythonParser
+from agentrl.tools.parsers.minimax_m3 import MinimaxM3Parser
 from agentrl.tools.parsers.pythonic import PythonicParser
+from agentrl.tools.parsers.tagged import (
+    DeepSeekV4Parser,
+    DeepSeekV32Parser,
+    Glm47Parser,
+    GlmParser,
+    HunyuanParser,
+    KimiK3Parser,
+    MinimaxM2Parser,
+    Qwen3CoderParser,
+    SeedParser,
+)
 from agentrl.tools.parsers.tags import TagParser
 
-_FORMATS: dict[str, type[Parser]] = {
-    "hermes": HermesParser,
-    "none": NoneParser,
-    "pythonic": PythonicParser,
-    **FAMILIES,
+FORMATS: dict[str, type[Parser]] = {
+    parser.name: parser
+    for parser in (
+        HermesParser,
+        GlmParser,
+        Glm47Parser,
+        HunyuanParser,
+        Qwen3CoderParser,
+        SeedParser,
+        MinimaxM2Parser,
+        MinimaxM3Parser,
+        DeepSeekV3Parser,
+        DeepSeekV31Parser,
+        DeepSeekV32Parser,
+        DeepSeekV4Parser,
+        KimiParser,
+        KimiK3Parser,
+        GptOssParser,
+        GemmaParser,
+        MistralParser,
+        LlamaParser,
+        NemotronParser,
+        AprielParser,
+        Lfm2Parser,
+        SmolPythonParser,
+        PythonicParser,
+    )
 }
+"""The parsers of calls that chat templates render."""
 _OTHER_NAMES = {
     # What SGLang (--tool-call-parser) and people call them.
     "qwen": "hermes",
     "qwen25": "hermes",
     "qwen3": "hermes",
+    "smollm3": "hermes",
     "glm45": "glm",
     "glm46": "glm",
     "deepseek": "deepseekv3",
     "deepseek_v3": "deepseekv3",
     "deepseek_r1": "deepseekv3",
     "deepseek_v31": "deepseekv31",
+    "deepseek_v32": "deepseekv32",
+    "deepseek_v4": "deepseekv4",
+    "deepseekv41": "deepseekv4",
+    "gpt_oss": "gpt-oss",
+    "harmony": "gpt-oss",
+    "gemma": "gemma4",
+    "hy3": "hunyuan",
     "kimi": "kimi_k2",
     "llama": "llama3",
+    "minimax_m2": "minimax-m2",
+    "minimax_m3": "minimax-m3",
+    "nemotron3": "qwen3_coder",
+    "seed-oss": "seed_oss",
     "step3p5": "qwen3_coder",
     "nanbeige": "qwen3_coder",
     "llama4": "pythonic",
@@ -41,18 +99,20 @@ def get_parser(name: str) -> Parser:
     """The parser of a call format.
 
     Args:
-        name: ``hermes``, ``tags:<name>,<name>``, ``none``, ``pythonic``, or a family's format: ``glm``, ``glm47``,
-            ``qwen3_coder``, ``deepseekv3``, ``deepseekv31``, ``kimi_k2``, ``mistral``, ``llama3``. SGLang's
-            names for them are understood too (``qwen25``, ``glm45`` ...).
+        name: ``none``, ``tags:<name>,<name>``, or one of :data:`FORMATS`. SGLang's names for them are understood too
+            (``qwen25``, ``glm45`` ...).
 
     Raises:
         ConfigError: Unknown format, or tag names that cannot be tags.
     """
+    if name == "none":
+        return NoneParser()
     if name.startswith("tags:"):
         return TagParser(_tag_names(name))
-    found = _FORMATS.get(_OTHER_NAMES.get(name, name))
+    found = FORMATS.get(_OTHER_NAMES.get(name, name))
     if found is None:
-        raise ConfigError(f"unknown call format {name!r}; expected tags:<name>,<name> or one of {', '.join(_FORMATS)}.")
+        known = ", ".join(["none", *FORMATS])
+        raise ConfigError(f"unknown call format {name!r}; expected tags:<name>,<name> or one of {known}.")
     return found()
 
 
@@ -69,6 +129,19 @@ def _tag_names(name: str) -> tuple[str, ...]:
 
 _MARKS = (
     # (all of these strings are in the template, none of those, format), most specific first
+    (("<|channel|>", "<|message|>", "<|call|>"), (), "gpt-oss"),
+    (("<minimax:tool_call>", "<invoke name="), (), "minimax-m2"),
+    (("]<]minimax[>[",), (), "minimax-m3"),
+    (("｜DSML｜", "function_calls"), (), "deepseekv32"),
+    (("｜DSML｜",), (), "deepseekv4"),
+    (("<seed:tool_call>",), (), "seed_oss"),
+    (("<|tool_call>call:",), (), "gemma4"),
+    (("<tool_sep", "<arg_key"), (), "hunyuan"),
+    (("<|open|>", "<|close|>"), (), "kimi_k3"),
+    (("<TOOLCALL>",), (), "nemotron"),
+    (("<tool_calls>[",), (), "apriel"),
+    (("<|tool_call_start|>",), (), "lfm2"),
+    (("List of tools: ",), ("<tool_call>",), "lfm2"),
     (("<tool_call>", "</arg_key><arg_value>"), (), "glm47"),
     (("<tool_call>", "<arg_key>"), ("<tool_sep>",), "glm"),
     (("<tool_call>", "<function="), (), "qwen3_coder"),
@@ -83,7 +156,7 @@ _MARKS = (
 
 
 def detect_format(chat_template: str) -> str:
-    """How a model with this chat template writes calls.
+    """How a model with this chat template seems to write calls; :mod:`agentrl.rollout.template_check` makes sure.
 
     Returns:
         A name for :func:`get_parser`; ``none`` when the template takes no tools, or in a way that cannot be read.

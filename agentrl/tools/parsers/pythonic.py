@@ -1,7 +1,7 @@
 """``[search(query="x"), read(page=2)]``: calls as a list of Python calls (Llama 4, and Llama 3.2 when asked to).
 
-Read by Python's own parser, and not by SGLang's detector as the other families are: its regular expression takes
-exponential time on arguments such as ``"a=1,a=1,a=1,..."``.
+Read by Python's own parser. (The regular expression of SGLang's detector takes exponential time on arguments such as
+``"a=1,a=1,a=1,..."``.)
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ast
 import re
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from agentrl.tools.parsers.base import MAX_CALLS, Parsed, Parser, Read
@@ -57,17 +58,35 @@ class PythonicParser(Parser):
         try:
             if not end:
                 raise Malformed("the list of calls is not closed by ]")
-            if end - start > MAX_CHARACTERS:
-                raise Malformed(f"the list of calls is longer than {MAX_CHARACTERS} characters")
-            parsed = _expression(text[start:end])
-            if not isinstance(parsed, ast.List):
-                raise Malformed("calls are a Python list of calls")
-            return [_call(item, self.call_id(i)) for i, item in enumerate(parsed.elts[: MAX_CALLS + 1])], end
+            return python_calls(text[start:end], self.call_id), end
         except Malformed as problem:
             return [ToolCall("", {}, self.call_id(number), str(problem))], len(text)
 
 
+def python_calls(source: str, call_id: Callable[[int], str]) -> list[ToolCall]:
+    """The calls in a Python list of calls.
+
+    Raises:
+        Malformed: it is none.
+    """
+    parsed = _expression(source)
+    if not isinstance(parsed, ast.List):
+        raise Malformed("calls are a Python list of calls")
+    return [_call(item, call_id(i)) for i, item in enumerate(parsed.elts[: MAX_CALLS + 1])]
+
+
+def python_value(source: str) -> Any:
+    """The JSON value of a Python literal.
+
+    Raises:
+        Malformed: it is none.
+    """
+    return _literal(_expression(source))
+
+
 def _expression(source: str) -> ast.expr:
+    if len(source) > MAX_CHARACTERS:
+        raise Malformed(f"the list of calls is longer than {MAX_CHARACTERS} characters")
     with _quiet, warnings.catch_warnings():  # "\d" in a string is fine
         warnings.simplefilter("ignore")
         try:
