@@ -3,8 +3,9 @@
 The first prompt of a segment is rendered whole. After an assistant turn only the *extension* is
 encoded: what the template puts between the sampled text and the next assistant turn. It is found
 by rendering a small dummy conversation of the same shape once, so a turn's cost does not grow with
-the history. The same dummy shows whether the template *can* extend: one that drops or rewrites
-what came before (Qwen3 strips reasoning at a new user message) cannot, and the caller then opens a new segment.
+the history. The same dummy shows whether the template *can* extend: one that drops or rewrites what came before
+(Qwen3 strips reasoning at a new user message, QwQ's history knows nothing of the ``<think>`` that its generation
+prompt ends with) cannot, and the caller then opens a new segment.
 
 Templates run in transformers' jinja sandbox; content is encoded by provenance (:mod:`agentrl.rollout.encoding`).
 """
@@ -24,7 +25,7 @@ import numpy as np
 
 from agentrl.errors import ConfigError, EnvError
 from agentrl.rollout.encoding import ProvenanceTokenizer
-from agentrl.rollout.extension import ExtensionPlanner, Shape
+from agentrl.rollout.extension import Earlier, ExtensionPlanner
 from agentrl.rollout.rendering import INLINE, Renderer, Tools, plain, plain_messages
 from agentrl.types import Message
 
@@ -70,7 +71,7 @@ class ChatTemplate:
         """The control token that the template puts after an assistant message, if it does."""
         self.eos_token_ids: tuple[int, ...] = self._all_eos()
         self._eos = frozenset(self.eos_token_ids)
-        self._planner = ExtensionPlanner(self._renderer.render, self._eos_texts())
+        self._planner = ExtensionPlanner(self._renderer.render, tuple(self.encoder.control_ids), self._eos_texts())
         self.opening = self._opened_reasoning() if self.template_source else ""
         """The reasoning tag that the template's first generation prompt ends with; empty when it ends with none."""
 
@@ -127,9 +128,8 @@ class ChatTemplate:
         new_messages: Sequence[Message],
         tools: Tools = None,
         *,
-        earlier: tuple[str, ...] | None = None,
+        earlier: tuple[Earlier, ...] = (),
         system: bool = False,
-        after_tools: bool = False,
     ) -> np.ndarray | None:
         """int32 ``[m]``: what follows the sampled ids up to the next assistant turn.
 
@@ -137,27 +137,28 @@ class ChatTemplate:
             prev_assistant: the message parsed from the sampled ids.
             sampled: its ids; when they end with the template's end-of-turn token it is not repeated.
             new_messages: the observation.
-            earlier: roles of the messages that followed an earlier turn with reasoning in this
-                segment; None when there was none.
+            earlier: the turns before this one, one of each kind, the latest last.
             system: whether the conversation begins with a system message.
-            after_tools: whether the turn followed the results of an earlier one.
 
         Returns:
-            None when the template would change what is already there: re-render in a new segment.
+            None when the template writes what is already there in another way: re-render in a new segment.
         """
         if all(m["role"] == INLINE for m in new_messages):
             return self.encoder.encode_content("".join(m["content"] for m in new_messages))
         sealed = [self.encoder.seal_all(plain(m)) for m in new_messages]
-        shape = Shape.of(prev_assistant, sealed, bool(tools), earlier, system, after_tools)
+        end = self._end_of_text(sampled)
+        said = self.encoder.decode(sampled[:end])
+        shape = self._planner.shape(prev_assistant, said, sealed, bool(tools), earlier, system)
         suffix = self._planner.suffix(shape, sealed)
         if suffix is None:
             return None
         ids = self.encoder.encode_after_control(suffix)
-        if len(ids) and len(sampled) and int(ids[0]) in self._eos:
-            ended = int(sampled[-1])
-            if ended == int(ids[0]) or ended == self.encoder.control_ids.get(_END_OF_MESSAGE):
-                return ids[1:]
-        return ids
+        if end == len(sampled):
+            return ids
+        ended = sampled[end:].tolist()
+        if len(ids) and ended in ([int(ids[0])], [self.encoder.control_ids.get(_END_OF_MESSAGE)]):
+            return ids[1:]
+        return None  # the template ends this turn in another way
 
     def conversation(self, **parts: Any) -> Conversation:
         """A conversation in this template; ``parts`` are the other arguments of :class:`Conversation`."""
@@ -171,10 +172,15 @@ class ChatTemplate:
         Without the end-of-turn token, with all other control tokens (those of a call among them), and with the
         reasoning tag that the prompt opened: ``opening``, or the first generation prompt's.
         """
+        said = self.encoder.decode(sampled[: self._end_of_text(sampled)])
+        return (self.opening if opening is None else opening) + said
+
+    def _end_of_text(self, sampled: np.ndarray) -> int:
+        """Where the tokens begin that end the turn."""
         end = len(sampled)
         while end and int(sampled[end - 1]) in self._eos:
             end -= 1
-        return (self.opening if opening is None else opening) + self.encoder.decode(sampled[:end])
+        return end
 
     def history_message(self, text: str, parsed: Parsed, call_format: str) -> Message:
         """The assistant message that stands for ``text`` when the history is rendered again.
@@ -223,7 +229,7 @@ class ChatTemplate:
         """The control token that comes first after an assistant message which ``following`` follow."""
         mark = "endofturnprobe"
         turn = [{"role": "user", "content": "u"}, {"role": "assistant", "content": mark}, *following]
-        rendered = self._renderer.render(turn, None, generation=False)
+        rendered = self._renderer.probe(turn, generation=False)
         tail = rendered[rendered.rfind(mark) + len(mark) :].lstrip()
         ends = [text for text in self.encoder.control_ids if tail.startswith(text)]
         return self.encoder.control_ids[max(ends, key=len)] if ends else None
@@ -253,7 +259,7 @@ class ChatTemplate:
         return tuple(text for text, index in self.encoder.control_ids.items() if index in self._eos)
 
     def _opened_reasoning(self) -> str:
-        return opened_reasoning(self._renderer.render([{"role": "user", "content": "u"}]))
+        return opened_reasoning(self._renderer.probe([{"role": "user", "content": "u"}]))
 
 
 def opened_reasoning(prompt: str) -> str:

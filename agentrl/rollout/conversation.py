@@ -6,6 +6,7 @@ same ledger and end for the same reasons.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import numpy as np
 from agentrl.errors import ConfigError, EngineError, EnvError
 from agentrl.rollout.chat import INLINE, ChatTemplate
 from agentrl.rollout.client import PolicyClient, new_rid
+from agentrl.rollout.extension import Earlier
 from agentrl.rollout.ledger import TokenLedger
 from agentrl.rollout.sampling import for_turn
 from agentrl.shared_keys import SharedKeys
@@ -102,10 +104,9 @@ class Conversation:
         self._observed = 0
         self._last: Turn | None = None  # the turn that the next observation follows
         self.last_turn: Turn | None = None
-        self._earlier: tuple[str, ...] | None = None
+        self._earlier: dict[Any, Earlier] = {}  # of each kind the latest turn, in the order of the conversation
         self._raw = False  # whether the prompt was sent without the template
         self._system = False  # whether it begins with a system message
-        self._after_tools = False  # whether the last turn followed results of tools
 
     @property
     def num_turns(self) -> int:
@@ -145,7 +146,9 @@ class Conversation:
         if raw is None:
             ids = self._chat.prompt(self.messages, tools)
             self._system = bool(self.messages) and self.messages[0]["role"] == "system"
-            self._after_tools = bool(self.messages) and self.messages[-1]["role"] == "tool"
+            turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+            for start, end in itertools.pairwise([*turns, len(messages)]):
+                self._note(messages[start], messages[start + 1 : end])
         else:
             ids = self._chat.raw_prompt(raw)
             self._raw = True
@@ -225,9 +228,8 @@ class Conversation:
                 f"go on with messages of role {INLINE!r}, whose text is appended as it is"
             )
         ids = self._chat.extension(
-            last.message, last.tokens, messages, self._tools,
-            earlier=self._earlier, system=self._system, after_tools=self._after_tools,
-        )  # fmt: skip
+            last.message, last.tokens, messages, self._tools, earlier=tuple(self._earlier.values()), system=self._system
+        )
         segment = ids is None
         if ids is None:
             ids = self._chat.prompt([*self.messages, *messages], self._tools)
@@ -236,13 +238,19 @@ class Conversation:
         self._check_room(ids, messages, segment)
         if segment:
             self._ledger.new_segment(ids)
-            self._earlier = None
         else:
             self._ledger.append_env(ids)
-            if last.parsed.reasoning:
-                self._earlier = tuple(m["role"] for m in messages)
-        self._after_tools = bool(messages) and messages[-1]["role"] == "tool"
+        self._note(last.message, messages)
         self._last = None
+
+    def _note(self, assistant: Message, answers: Sequence[Message]) -> None:
+        """Remember the kind of a turn that is over: what a template drops or keeps later depends on it."""
+        if not answers or all(m["role"] == INLINE for m in answers):
+            return  # the turn goes on
+        turn = Earlier.of(assistant, answers)
+        kind = (turn.reasoning, turn.roles[0])
+        self._earlier.pop(kind, None)
+        self._earlier[kind] = turn
 
     def _check_room(self, ids: np.ndarray, messages: Sequence[Message], segment: bool) -> None:
         limit = self._limits.max_tool_output_tokens

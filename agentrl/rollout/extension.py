@@ -1,7 +1,8 @@
 """What a chat template puts between a sampled turn and the next one, learned from dummy conversations.
 
 For each *shape* of a turn (has it reasoning, how many calls, which roles follow, …) a conversation of
-marks is rendered once. From it follows whether the template keeps everything that was sampled, where
+marks is rendered twice: up to the generation prompt that the turn was sampled after, and with the turn and what
+follows it. From that follows whether the template still writes all that was sent and sampled, where
 the suffix begins, and whether observations stand in it verbatim, so that later ones of the
 same shape are filled in without running the template again.
 """
@@ -11,11 +12,12 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from agentrl.errors import EnvError
+from agentrl.tools.parsers import FORMATS
 
 Render = Callable[..., str]
 _MAX_PLANS = 1024  # shapes are few; a bound all the same, since roles come from environments
@@ -23,40 +25,35 @@ _FIELDS = ("content", "name", "tool_call_id")
 _PLAIN_WORD = re.compile(r"[\w.:\-]+\Z")
 
 
+class Earlier(NamedTuple):
+    """An earlier turn of the conversation: what it held, and the roles that answered it."""
+
+    reasoning: bool
+    content: bool
+    roles: tuple[str, ...]
+
+    @classmethod
+    def of(cls, assistant: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> Earlier:
+        roles = tuple([role for role, _ in itertools.groupby([m["role"] for m in answers])])
+        return cls(_has(assistant, "reasoning_content"), _has(assistant, "content"), roles)
+
+
 class Shape(NamedTuple):
-    """All that a template can look at in a turn, save the words."""
+    """All that a template can look at in a conversation, save the words."""
 
     reasoning: bool
     content: bool
     calls: int
+    markup: tuple[tuple[str, ...], tuple[str, ...]]  # of the sampled text, see ExtensionPlanner.markup
     roles: tuple[str, ...]
     fields: tuple[tuple[bool, ...], ...]
     tools: bool
-    earlier: tuple[str, ...] | None
+    earlier: tuple[Earlier, ...] = ()  # one of each kind, the latest last
     system: bool = False
-    after_tools: bool = False
 
-    @classmethod
-    def of(
-        cls,
-        assistant: dict[str, Any],
-        new_messages: Sequence[dict[str, Any]],
-        tools: bool,
-        earlier: tuple[str, ...] | None,
-        system: bool = False,
-        after_tools: bool = False,
-    ) -> Shape:
-        return cls(
-            reasoning=bool((assistant.get("reasoning_content") or "").strip()),
-            content=bool((assistant.get("content") or "").strip()),
-            calls=len(assistant.get("tool_calls") or ()),
-            roles=tuple([m["role"] for m in new_messages]),
-            fields=tuple([tuple([f in m for f in _FIELDS]) for m in new_messages]),
-            tools=tools,
-            earlier=earlier,
-            system=system,
-            after_tools=after_tools,
-        )
+
+def _has(message: Mapping[str, Any], field: str) -> bool:
+    return bool((message.get(field) or "").strip())
 
 
 @dataclass(frozen=True)
@@ -73,14 +70,54 @@ class ExtensionPlanner:
 
     Args:
         render: ``(messages, tools, *, generation=True) -> str``; raises EnvError.
-        eos_texts: texts of the tokens that end a turn.
+        controls: texts of the model's control tokens.
+        eos_texts: of those, the ones that end a turn.
     """
 
-    def __init__(self, render: Render, eos_texts: tuple[str, ...]) -> None:
+    def __init__(self, render: Render, controls: Sequence[str], eos_texts: tuple[str, ...]) -> None:
         self._render = render
         self._eos_texts = eos_texts
         self._plans: dict[Shape, _Plan] = {}
         self._marks = _Marks(secrets.token_hex(2))
+        tags = {tag for parser in FORMATS.values() for pair in parser.reasoning_tags.items() for tag in pair}
+        self._tag = _any_of(tags)
+        self._lead = re.compile(rf"\s*({_any_of({*controls, *tags}).pattern})")
+
+    def shape(
+        self,
+        assistant: Mapping[str, Any],
+        text: str,
+        new_messages: Sequence[Mapping[str, Any]],
+        tools: bool,
+        earlier: tuple[Earlier, ...],
+        system: bool,
+    ) -> Shape:
+        """The shape of a conversation whose last turn was sampled as ``text`` and is ``assistant`` to the template."""
+        content, calls = assistant.get("content") or "", len(assistant.get("tool_calls") or ())
+        lead, tags = self.markup(text)
+        # What the parser left in the content, a call that cannot be read say, the template writes as it is.
+        kept, _ = self.markup(content) if lead and content else ((), ())
+        if kept and lead[-len(kept) :] == kept:
+            lead = lead[: -len(kept)]
+        return Shape(
+            reasoning=_has(assistant, "reasoning_content"),
+            content=bool(content.strip()),
+            calls=calls,
+            markup=(() if calls else lead, tags),
+            roles=tuple([m["role"] for m in new_messages]),
+            fields=tuple([tuple([f in m for f in _FIELDS]) for m in new_messages]),
+            tools=tools,
+            earlier=earlier,
+            system=system,
+        )
+
+    def markup(self, text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The control tokens that a turn begins with, and the tags around what it thinks, empty blocks too."""
+        lead, at = [], 0
+        while match := self._lead.match(text, at):
+            lead.append(match.group(1))
+            at = match.end()
+        return tuple(lead), tuple(self._tag.findall(text))
 
     def suffix(self, shape: Shape, new_messages: Sequence[dict[str, Any]]) -> str | None:
         """Rendered text from the end-of-turn token on (or from the end of the sampled text, where the
@@ -137,12 +174,10 @@ class ExtensionPlanner:
         """(whole rendering, suffix), or None when the template refuses or does not keep what was there."""
         ids = [m["tool_call_id"] for m in new_messages if "tool_call_id" in m]
         # Some templates refuse several calls in a turn, some a system message, some results.
-        choices = [
-            dict.fromkeys(pair) for pair in ((shape.after_tools, False), (shape.system, False), (shape.calls, 0))
-        ]
-        for after_tools, system, calls in itertools.product(*choices):
+        choices = [dict.fromkeys(pair) for pair in ((shape.earlier, ()), (shape.system, False), (shape.calls, 0))]
+        for earlier, system, calls in itertools.product(*choices):
             try:
-                return self._locate(shape._replace(system=system, after_tools=after_tools), calls, ids, new_messages)
+                return self._locate(shape._replace(system=system, earlier=earlier), calls, ids, new_messages)
             except EnvError:
                 continue
         return None
@@ -152,18 +187,12 @@ class ExtensionPlanner:
     ) -> tuple[str, str] | None:
         marks = self._marks
         tools = marks.tools() if shape.tools else None
-        history = marks.history(shape, bool(calls))
-        before = self._render(history, tools, generation=False)
-        assistant = marks.assistant(shape, calls, call_ids)
-        rendered = self._render([*history, assistant, *new_messages], tools)
-
-        last = history[-1]["content"]
-        kept = before.find(last) + len(last)
-        if before.find(last) < 0 or rendered[:kept] != before[:kept]:
+        history = marks.history(shape)
+        sent = self._render(history, tools)
+        rendered = self._render([*history, marks.assistant(shape, calls, call_ids), *new_messages], tools)
+        if not rendered.startswith(sent):
             return None
-        if shape.earlier is not None and marks.early_reasoning not in rendered[:kept]:
-            return None
-        end = kept
+        end = len(sent)
         for mark in marks.sampled(shape, calls):
             at = rendered.find(mark, end)
             if at < 0:
@@ -172,9 +201,14 @@ class ExtensionPlanner:
         first_new = rendered.find(new_messages[0]["content"].strip() or "\0", end)
         limit = first_new if first_new >= 0 else len(rendered)
         ends = [at for text in self._eos_texts if (at := rendered.find(text, end, limit)) >= 0]
-        if ends:
-            return rendered, rendered[min(ends) :]
-        return None if calls else (rendered, rendered[end:])
+        if calls and not ends:
+            return None
+        end = min(ends, default=end)
+        lead, tags = self.markup(rendered[len(sent) : end])
+        # A call may be written in several ways (Llama's with or without <|python_tag|>): as sampled, it stays.
+        if tags != shape.markup[1] or (not shape.calls and lead != shape.markup[0]):
+            return None
+        return rendered, rendered[end:]
 
 
 class _Marks:
@@ -183,12 +217,12 @@ class _Marks:
     def __init__(self, nonce: str) -> None:
         self._nonce = nonce
         self.user = f"{nonce}ask"
-        self.early_reasoning = f"{nonce}early"
         self.reasoning = f"{nonce}why"
         self.content = f"{nonce}say"
         self.tools_text = f"{nonce}tools"
         self.system = f"{nonce}system"
-        self.said_before = (self.tools_text, self.system, self.user, self.early_reasoning, self.reasoning, self.content)
+        self.early = f"{nonce}early"
+        self.said_before = (self.tools_text, self.system, self.user, self.early, self.reasoning, self.content)
 
     def inner(self, i: int) -> str:
         return f"{self._nonce}obs{i:02d}"
@@ -211,31 +245,29 @@ class _Marks:
         function = {"name": "probe", "arguments": {"argument": f"{self._nonce}arg{i:02d}"}}
         return {"id": call_id or f"{self._nonce}id{i:03d}", "type": "function", "function": function}
 
-    def history(self, shape: Shape, calls: bool) -> list[dict[str, Any]]:
-        start: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if shape.system else []
-        start.append({"role": "user", "content": self.user})
-        earlier = () if shape.earlier is None else self._reasoned(shape.earlier, calls)
-        history = [*start, *earlier]
-        if shape.after_tools and history[-1]["role"] != "tool":
-            call = self.call(80)
-            history.append({"role": "assistant", "content": "", "tool_calls": [call]})
-            history.append({"role": "tool", "content": f"{self._nonce}seen80", "tool_call_id": call["id"]})
+    def history(self, shape: Shape) -> list[dict[str, Any]]:
+        history: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if shape.system else []
+        history.append({"role": "user", "content": self.user})
+        for number, turn in enumerate(shape.earlier):
+            history += self._earlier(turn, 10 * number + 10)
         return history
 
-    def _reasoned(self, earlier: tuple[str, ...], calls: bool) -> list[dict[str, Any]]:
-        """An earlier turn with reasoning, and what followed it."""
-        turn: dict[str, Any] = {
-            "role": "assistant",
-            "content": f"{self._nonce}first",
-            "reasoning_content": self.early_reasoning,
-        }
-        if calls and earlier[0] == "tool":
-            turn["tool_calls"] = [self.call(90 + i) for i, role in enumerate(earlier) if role == "tool"]
-        answers = [
-            {"role": role, "content": f"{self._nonce}seen{i:02d}", "tool_call_id": f"{self._nonce}id{90 + i:03d}"}
-            for i, role in enumerate(earlier)
-        ]
-        return [turn, *answers]
+    def _earlier(self, turn: Earlier, first: int) -> list[dict[str, Any]]:
+        """An earlier turn and what answered it; marks are numbered from ``first``."""
+        calls = [self.call(first + i) for i, role in enumerate(turn.roles) if role == "tool"]
+        said = f"{self.early}said{first}" if turn.content or not calls else ""
+        message: dict[str, Any] = {"role": "assistant", "content": said}
+        if turn.reasoning:
+            message["reasoning_content"] = f"{self.early}why{first}"
+        if calls:
+            message["tool_calls"] = calls
+        answers: list[dict[str, Any]] = []
+        for i, role in enumerate(turn.roles):
+            answer = {"role": role, "content": f"{self._nonce}seen{first + i}"}
+            if role == "tool":
+                answer |= {"tool_call_id": self.call(first + i)["id"], "name": "probe"}
+            answers.append(answer)
+        return [message, *answers]
 
     def assistant(self, shape: Shape, calls: int, call_ids: list[str]) -> dict[str, Any]:
         has_content = shape.content or not calls
@@ -253,6 +285,10 @@ class _Marks:
         if shape.content or not calls:
             marks.append(self.content)
         return marks + [f"{self._nonce}arg{i:02d}" for i in range(calls)]
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
 
 
 def _fits(plan: _Plan, messages: Sequence[dict[str, Any]]) -> bool:

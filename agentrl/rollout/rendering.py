@@ -25,6 +25,7 @@ INLINE = "inline"
 
 Tools = Sequence[dict[str, Any]] | None
 _PROBE_TOOL = {"name": "probename", "description": "probe", "parameters": {"type": "object", "properties": {}}}
+_PROBE_TOOLS = [{"type": "function", "function": _PROBE_TOOL}]
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,13 @@ class Renderer:
             messages = [_in_form(message, self.call_form) for message in messages]
         return self._run(messages, tools, generation)
 
+    def probe(self, messages: Sequence[dict[str, Any]], *, generation: bool = True) -> str:
+        """As :meth:`render`, to learn from; with a made-up tool for a template that knows no conversation without."""
+        try:
+            return self.render(messages, generation=generation)
+        except EnvError:
+            return self.render(messages, _PROBE_TOOLS, generation=generation)
+
     def render_conformed(self, messages: Sequence[dict[str, Any]], tools: Tools = None) -> str:
         """As :meth:`render`; messages that the template refuses are tried again in the forms of strict templates.
 
@@ -102,10 +110,8 @@ class Renderer:
                 {"role": "assistant", "content": "", "tool_calls": [call]},
                 {"role": "tool", "content": "probe", "name": "probename", "tool_call_id": "probe0000"},
             ]
-            try:
-                text = self._run([_in_form(turn, form) for turn in turns], None, True)
-            except EnvError:
-                continue
+            shaped = [_in_form(turn, form) for turn in turns]
+            text = self._try(shaped, None) or self._try(shaped, _PROBE_TOOLS)
             # Python's own spelling of a dict, or text quoted once more, is not what the model was trained on.
             garbled = "'probekey'" in text or '\\"probekey' in text
             if "probename" in text and "probevalue" in text and not garbled:
@@ -115,11 +121,17 @@ class Renderer:
     @cached_property
     def shows_tools(self) -> bool:
         """Whether the template writes the tools into the prompt."""
-        tools = [{"type": "function", "function": _PROBE_TOOL}]
         try:
-            return "probename" in self._run([{"role": "user", "content": "u"}], tools, True)
+            return "probename" in self._run([{"role": "user", "content": "u"}], _PROBE_TOOLS, True)
         except EnvError:
             return True  # it looks at them, and wants more than this
+
+    def _try(self, messages: Sequence[dict[str, Any]], tools: Tools) -> str:
+        """The rendering; empty when the template refuses."""
+        try:
+            return self._run(messages, tools, True)
+        except EnvError:
+            return ""
 
     def _run(self, messages: Sequence[dict[str, Any]], tools: Tools, generation: bool) -> str:
         from jinja2 import TemplateError

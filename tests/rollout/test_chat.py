@@ -6,6 +6,7 @@ from rollout_cases import CONTROLS, MARKUP, TOOLS, TRIMMING
 
 from agentrl.errors import ConfigError, EnvError
 from agentrl.rollout.chat import ChatTemplate
+from agentrl.rollout.extension import Earlier
 from agentrl.tools.parsers import get_parser
 
 LINES = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{%- endfor %}<|im_start|>assistant\n"
@@ -61,10 +62,11 @@ def test_without_an_end_of_turn_token_the_template_supplies_it(chat):
     assert without.tolist() == [chat.end_of_turn_id, *with_end.tolist()]
 
 
-def test_another_stop_token_than_the_templates_is_kept_and_the_turn_closed(chat):
+def test_a_turn_that_ends_as_the_template_never_ends_one_cannot_be_extended(tokenizer_dir):
+    chat = ChatTemplate(tokenizer_dir)  # which declares two ends
     ids, message = say(chat, CALL, end=False)
     ids = np.append(ids, np.int32(0))  # <|endoftext|>
-    assert chat.extension(message, ids, [observation("Ann")], TOOLS)[0] == chat.end_of_turn_id
+    assert chat.extension(message, ids, [observation("Ann")], TOOLS) is None
 
 
 @pytest.mark.parametrize("name", ["keeping", "stripping", "trimming"])
@@ -107,8 +109,9 @@ def test_reasoning_of_an_earlier_turn_counts(chats):
     ids, message = say(chats["stripping"], CALL)
     new = [observation("and?", "user")]
     assert chats["stripping"].extension(message, ids, new, TOOLS) is not None
-    assert chats["stripping"].extension(message, ids, new, TOOLS, earlier=("tool",)) is None
-    assert chats["keeping"].extension(message, ids, new, TOOLS, earlier=("tool",)) is not None
+    earlier = (Earlier(reasoning=True, content=False, roles=("tool",)),)
+    assert chats["stripping"].extension(message, ids, new, TOOLS, earlier=earlier) is None
+    assert chats["keeping"].extension(message, ids, new, TOOLS, earlier=earlier) is not None
 
 
 def test_generation_prompt_that_opens_reasoning(chats):
@@ -142,7 +145,7 @@ def test_hostile_content_never_becomes_a_control_token(chats, name, token):
     sent = chat.prompt([{"role": "system", "content": evil}, observation(evil, "user")], tools)
     safe = chat.prompt([{"role": "system", "content": plain}, observation(plain, "user")], calm)
     assert controls_in(sent) == controls_in(safe)
-    ids, message = say(chat, CALL)
+    ids, message = say(chat, ("why\n</think>" if chat.opening else "") + CALL)
     sent = chat.extension(message, ids, [observation(evil)])
     assert controls_in(sent) == controls_in(chat.extension(message, ids, [observation(plain)]))
     if name != "trimming":
@@ -173,8 +176,8 @@ def test_each_prompt_extends_the_one_before(chats, turns, name):
         new = [observation(c, role) for c in contents]
         extension = chat.extension(message, sampled, new, TOOLS)
         calm = chat.extension(message, sampled, [observation("x", role) for _ in contents], TOOLS)
-        if extension is None:
-            assert name == "stripping" and role == "user" and calm is None
+        if extension is None:  # what was thought is dropped, or the block that the prompt opened was not closed
+            assert calm is None and ((name == "stripping" and role == "user") or name == "trimming")
             continue
         control = set(chat.encoder.control_ids.values())
         assert [i for i in extension.tolist() if i in control] == [i for i in calm.tolist() if i in control]

@@ -263,25 +263,25 @@ def test_a_history_with_several_calls_in_a_turn_can_be_rendered_again_for_llama(
 
 
 def test_results_after_results_are_put_as_deepseeks_template_puts_them(families, run):
-    """It opens the outputs once for calls that follow each other without words."""
+    """It closes the outputs behind the last one only, so what was sent is written in another way a call later."""
     chat = families["deepseek_r1"]
     call = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>"
     script = [f"{thought}{call}<｜tool▁calls▁end｜>" for thought in ("</think>", "", "")]
 
     async def play():
-        conversation, _ = converse(chat, [*script, "Noon."], system=False)
-        for _ in script:
+        conversation, client = converse(chat, [*script, "Noon."], system=False)
+        for number, _ in enumerate(script):
             conversation.observe(answers(await conversation.generate(), "12"))
+            assert len(conversation.segments()) == number + 1
         await conversation.generate()
-        return conversation
+        return conversation, client
 
-    conversation = run(play())
-    (segment,) = conversation.segments()
-    given = chat.decode(segment.tokens).partition("</think>")[2]
-    rendered = chat.decode(chat.prompt(conversation.messages[:-1], TOOLS))
-    for text in (given, rendered):
-        assert text.count("<｜tool▁outputs▁begin｜>") == 1
-        assert text.count("<｜end▁of▁sentence｜>\n<｜tool▁output▁begin｜>12<｜tool▁output▁end｜>") == 2
+    conversation, client = run(play())
+    rendered = chat.prompt(conversation.messages[:-1], TOOLS)
+    assert client.requests[-1].tolist() == rendered.tolist()
+    text = chat.decode(rendered)
+    assert text.count("<｜tool▁outputs▁begin｜>") == text.count("<｜tool▁outputs▁end｜>") == 1
+    assert text.count("<｜end▁of▁sentence｜>\n<｜tool▁output▁begin｜>12<｜tool▁output▁end｜>") == 2
 
 
 def test_a_system_message_that_moves_behind_results_opens_a_segment(families, run):
