@@ -6,7 +6,7 @@ import importlib
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from agentrl.config.load import load_options
 from agentrl.errors import AgentRLError, ConfigError
@@ -37,6 +37,18 @@ class ShowOptions:
 
     env_args: dict[str, Any] = field(default_factory=dict)
     """Argument of the environment as `KEY=VALUE`; the value is read as JSON where it is JSON. Repeatable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayedOptions(ShowOptions):
+    """Environment"""
+
+    sandbox: Literal["auto", "bubblewrap", "container", "process"] | None = None
+    """How tools run code of a policy, where the environment has such tools; `process` is no security boundary."""
+
+    def arguments(self) -> dict[str, Any]:
+        """What the environment's constructor is given."""
+        return {**self.env_args, **({"sandbox": self.sandbox} if self.sandbox else {})}
 
 
 def usage(argv: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentrl.cli.env import ShowOptions
+from agentrl.cli.env import PlayedOptions
 from agentrl.config.load import load_options
 
 INTRO = """\
@@ -20,15 +20,15 @@ def usage(argv: Sequence[str]) -> str:
     """Help text."""
     from agentrl.cli.help import command_help
 
-    return command_help("env check NAME [OPTIONS]", INTRO, ShowOptions)
+    return command_help("env check NAME [OPTIONS]", INTRO, PlayedOptions)
 
 
 def run(name: str, argv: Sequence[str]) -> int:
     """Check and print the report; returns the exit code."""
-    given = load_options(ShowOptions, argv)
+    given = load_options(PlayedOptions, argv)
     from agentrl.envs.checker import check_env
 
-    report = check_env(name, **given.env_args)
+    report = check_env(name, **given.arguments())
     print(report)
     if report.ok:
         print(f"\n{name} passes.")

@@ -6,10 +6,10 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TextIO
 
-from agentrl.cli.env import message_lines, tool_lines
+from agentrl.cli.env import PlayedOptions, message_lines, tool_lines
 from agentrl.config.load import load_options
 from agentrl.config.schema import Count
 from agentrl.errors import ConfigError
@@ -27,7 +27,7 @@ A line is a turn. A line `.` begins a turn of several lines, another `.` ends it
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlayOptions:
+class PlayOptions(PlayedOptions):
     """Play"""
 
     split: str | None = None
@@ -36,9 +36,6 @@ class PlayOptions:
     """Number of the task; default: drawn from the seed."""
     seed: Count = 0
     """Same seed, same task."""
-    env_args: dict[str, Any] = field(default_factory=dict)
-    """Argument of the environment as `KEY=VALUE`; the value is read as JSON where it is JSON. Repeatable."""
-
 
 def usage(argv: Sequence[str]) -> str:
     """Help text."""
@@ -52,7 +49,7 @@ def run(name: str, argv: Sequence[str]) -> int:
     given = load_options(PlayOptions, argv)
     import agentrl
 
-    env = agentrl.make(name, **given.env_args)
+    env = agentrl.make(name, **given.arguments())
     if given.split is not None and given.split not in env.splits:
         raise ConfigError(f"--split {given.split}: {name} has {', '.join(env.splits)}.")
     options = {"split": given.split, "index": given.index}

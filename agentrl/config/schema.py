@@ -54,6 +54,10 @@ class EnvironmentOptions:
     is made once and kept in the user's cache folder."""
     num_data_workers: Positive = 1
     """Processes that make this index."""
+    sandbox: Literal["auto", "bubblewrap", "container", "process"] | None = None
+    """How tools run code that the model wrote. Unset: as the environment says, which is `auto` unless it says
+    otherwise: bubblewrap, else a container where the tool names an image, else an error that explains. `process` is no
+    security boundary and is taken only when it is named."""
     custom_generate_function_path: str | None = None
     """Episode loop of your own, `module:function` or `file.py:function`: `async def generate(ctx)`."""
 

@@ -106,7 +106,12 @@ def check_env(env: str | type[Env] | Callable[..., Any] | gymnasium.Env[Any, Any
     make = _maker(env, env_args)
     name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
     try:
-        make().close()
+        made = make()
+        try:
+            if isinstance(made.unwrapped, ToolEnv):
+                made.unwrapped.check_machine()
+        finally:
+            made.close()
     except AgentRLError:
         raise
     except Exception as error:  # the author's constructor may raise anything

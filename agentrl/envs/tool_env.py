@@ -90,6 +90,9 @@ class ToolEnv(Env):
     success_reward: float = 1.0
     """The episode is a success when its final reward reaches this. A graded reward, such as ``f1``, almost never
     reaches 1: lower it to what counts as solved."""
+    sandbox: str = "auto"
+    """How tools that run the model's code do so, unless they say it themselves; as :class:`~agentrl.tools.PythonTool`
+    takes it."""
     answer_tag: str = "answer"
     """In a tag format that has this tag, its text is the answer."""
     result_tag: str = "information"
@@ -103,6 +106,7 @@ class ToolEnv(Env):
         "max_calls",
         "invalid_call_reward",
         "success_reward",
+        "sandbox",
     )
 
     _open_tools: Sequence[Tool] = ()
@@ -125,6 +129,13 @@ class ToolEnv(Env):
         require_number(self, "invalid_call_reward", at_least=-1e9)
         require_number(self, "success_reward", at_least=-1e9)
         check_reward(self)
+
+
+    def check_machine(self) -> None:
+        """Raises ConfigError where this machine lacks what a tool needs."""
+        for entry in self.tools:
+            if isinstance(entry, Tool):
+                entry.check(self)
 
     def _made(self) -> None:
         check_reward(self)

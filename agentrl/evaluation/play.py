@@ -92,7 +92,7 @@ async def play_set(
     from agentrl.rollout.worker import EpisodeRunner
 
     runner = EpisodeRunner(
-        lambda: make_env(held_out.spec, held_out.kwargs, tool_timeout=cfg.tool_timeout),
+        lambda: make_env(held_out.spec, held_out.kwargs, tool_timeout=cfg.tool_timeout, sandbox=cfg.sandbox),
         policy.client,
         policy.chat,
         eval_params(cfg),

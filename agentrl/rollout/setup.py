@@ -49,7 +49,9 @@ def scratch(warden: Warden) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def make_env(spec: str, kwargs: dict[str, Any], *, tool_timeout: float | None = None) -> Any:
+def make_env(
+    spec: str, kwargs: dict[str, Any], *, tool_timeout: float | None = None, sandbox: str | None = None
+) -> Any:
     """The environment that ``spec`` names, with what the command line says about it.
 
     Raises:
@@ -62,6 +64,8 @@ def make_env(spec: str, kwargs: dict[str, Any], *, tool_timeout: float | None = 
         if not hasattr(env.unwrapped, "tool_timeout"):
             raise ConfigError(f"--tool-timeout {tool_timeout:g}: {spec!r} is no ToolEnv, so it has no such limit")
         env.unwrapped.tool_timeout = tool_timeout
+    if sandbox is not None and hasattr(env.unwrapped, "sandbox"):
+        env.unwrapped.sandbox = sandbox
     return env
 
 

@@ -127,6 +127,9 @@ class Tool:
         """Does the work; returns text or a :class:`ToolResult`. May be ``async``."""
         raise NotImplementedError(f"{type(self).__name__} defines no `__call__`.")
 
+    def check(self, env: Any) -> None:
+        """Called before a run starts: raises ConfigError where this machine lacks what the tool needs."""
+
     def start(self, env: Any) -> None:
         """Called on the episode's own copy when the episode starts. ``env.row`` is the task."""
 

@@ -6,12 +6,10 @@ import re
 import textwrap
 from typing import Any
 
-from agentrl.errors import ConfigError, InfraError
+from agentrl.errors import ConfigError
 from agentrl.tools.base import Tool, ToolError, ToolErrorType, ToolResult
-from agentrl.tools.sandbox import Limits, Result, Sandbox, Session, resolve
-from agentrl.tools.sandbox.isolated.worker import FLOOD_BYTES
-from agentrl.tools.sandbox.session import GRACE_SECONDS
-from agentrl.tools.sandbox.tiers import START_SECONDS, require_linux
+from agentrl.tools.sandbox import TIERS, Limits, Result, Sandbox, Session, resolve
+from agentrl.tools.sandbox.session import FLOOD_BYTES, GRACE_SECONDS, START_SECONDS
 
 _FENCE = re.compile(r"\s*```(?:python|py)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
 
@@ -25,31 +23,32 @@ class PythonTool(Tool):
     """Runs Python code in a sandbox.
 
     Variables, imports and files stay from call to call within an episode. What the code prints is shown, then the
-    value of its last expression as in a REPL, then what it raised. Code that passes a limit or ends its interpreter
-    loses that state, and the model is told so. The interpreter starts with the first call (about 30 ms), is stopped
-    between calls, and ends with the episode or with the process that owns it.
+    value of its last expression as in a REPL, then what it raised. Code that runs too long or ends its interpreter
+    loses that state, and the model is told so. The interpreter starts with the first call and ends, with everything it
+    started, with the episode or with the process that owns it.
 
-    Which tier is a security boundary, and which is not: docs/safety.md.
+    Which sandbox is a security boundary, and which limits it keeps: docs/safety.md.
 
     Args:
-        tier: ``process``, ``bubblewrap``, ``container``; ``auto``: bubblewrap where it works, else process.
+        sandbox: ``bubblewrap``, ``container``, ``process`` (no boundary), or ``auto``: bubblewrap, else the container
+            whose ``image`` is given. None: the environment's ``sandbox`` (``--sandbox``), which is ``auto`` by itself.
         timeout: seconds of wall time of a call.
-        cpu_seconds: seconds of CPU time of a call, over all processes and threads; None: as ``timeout``.
-        memory_mb: mebibytes that the code's processes may use.
+        cpu_seconds: seconds of CPU time of each process in a call; None: as ``timeout``.
+        memory_mb: mebibytes of address space of each process.
         max_output: characters shown of what is printed, and of the value.
         max_file_mb: mebibytes of one file.
         max_disk_mb: mebibytes of all files of the episode.
-        max_files: number of files of the episode.
         max_processes: processes and threads that run at once.
-        network: whether code may use the network.
+        network: whether code may use the network, where the sandbox can forbid it.
         packages: whether code may import the packages installed beside agentrl; else the standard library only.
         image: image of the container, with Python 3.11 or newer; never pulled.
 
     Raises:
-        ConfigError: a limit is impossible, or the tier does not work on this machine.
+        ConfigError: a limit is impossible, or there is no such sandbox. Whether it works on this machine is found out
+            when an episode starts.
 
     Example:
-        >>> python = PythonTool(tier="process")
+        >>> python = PythonTool(sandbox="process")
         >>> print(python(code="x = 6\\nprint('six')\\nx * 7").observation)
         six
         42
@@ -63,7 +62,7 @@ class PythonTool(Tool):
 
     def __init__(
         self,
-        tier: str = "auto",
+        sandbox: str | None = None,
         timeout: float = 10.0,
         cpu_seconds: int | None = None,
         memory_mb: int = 512,
@@ -73,7 +72,6 @@ class PythonTool(Tool):
         network: bool = False,
         *,
         max_disk_mb: int = 64,
-        max_files: int = 1000,
         packages: bool = False,
         image: str | None = None,
     ) -> None:
@@ -84,20 +82,30 @@ class PythonTool(Tool):
             max_output=max_output,
             max_file_mb=max_file_mb,
             max_disk_mb=max_disk_mb,
-            max_files=max_files,
             max_processes=max_processes,
         )
-        self.tier = tier if tier == "auto" else resolve(tier, image)
+        if sandbox is not None and sandbox not in TIERS:
+            raise ConfigError(f"unknown sandbox {sandbox!r}; expected one of {', '.join(TIERS)}.")
+        if sandbox == "container" and not image:
+            raise ConfigError("sandbox 'container' needs image='NAME', which has Python 3.11 or newer and is there.")
+        self.sandbox = sandbox
         self.options: dict[str, Any] = {"network": network, "packages": packages, "image": image}
         # The sandbox keeps the time of a call itself and says what came of it; this one is for when it cannot.
         self.timeout = timeout + 2 * START_SECONDS + 2 * GRACE_SECONDS
+        self.tier: str | None = None
         self._session: Session | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_session": None}  # a copy gets an interpreter of its own
 
+    def check(self, env: Any) -> None:
+        resolve(self._asked(env), self.options["image"])
+
     def start(self, env: Any) -> None:
-        require_linux()
+        self.tier = resolve(self._asked(env), self.options["image"])
+
+    def _asked(self, env: Any = None) -> str:
+        return self.sandbox or getattr(env, "sandbox", None) or "auto"
 
     def __call__(self, code: str) -> ToolResult:
         """Args:
@@ -108,14 +116,11 @@ class PythonTool(Tool):
                 f"the code has {len(code):,} characters; at most {MAX_CODE:,} are run.", ToolErrorType.LIMIT
             )
         fenced = _FENCE.fullmatch(code)
-        try:
-            if self._session is None:
-                self.tier = resolve(self.tier, self.options["image"])
-                self._session = Session(Sandbox(self.tier, self.limits, **self.options))
-            result = self._session.run(textwrap.dedent(fenced.group(1) if fenced else code))
-        except ConfigError as error:  # of this machine: the tier did work where the tool was made
-            raise InfraError(str(error)) from error
-        return self.show(result)
+        if self.tier is None:
+            self.tier = resolve(self._asked(), self.options["image"])
+        if self._session is None:
+            self._session = Session(Sandbox(self.tier, self.limits, **self.options))
+        return self.show(self._session.run(textwrap.dedent(fenced.group(1) if fenced else code)))
 
     def close(self) -> None:
         """Ends the interpreter and everything that the code started."""
@@ -130,7 +135,7 @@ class PythonTool(Tool):
             parts.append(f"[{result.cut} more bytes of output cut]")
         if result.value is not None:
             parts.append(result.value)
-        metadata: dict[str, Any] = {"tier": self.tier}
+        metadata: dict[str, Any] = {"sandbox": self.tier}
         error = None
         if result.lost:
             metadata["state_lost"] = True
@@ -143,19 +148,13 @@ class PythonTool(Tool):
 
     def _end_of(self, result: Result) -> ToolError:
         """Why the interpreter ended, in words that tell the model what to do differently."""
-        limits = self.limits
         passed = {
-            "timeout": f"the code ran longer than {limits.timeout:g} s",
-            "cpu": f"the code used more than {limits.cpu_seconds} s of CPU time",
-            "memory": f"the code used more than {limits.memory_mb} MB of memory",
-            "processes": f"the code ran more than {limits.max_processes} processes or threads",
-            "disk": f"the code kept more than {limits.max_disk_mb} MB or {limits.max_files} files",
+            "timeout": f"the code ran longer than {self.limits.timeout:g} s",
             "output": f"the code printed more than {FLOOD_BYTES >> 20} MB",
         }.get(result.status)
-        if result.status == "exited" and result.detail == "SIGXCPU":
-            passed = f"the code used more than {limits.cpu_seconds} s of CPU time"
+        if result.detail == "SIGXCPU":
+            passed = f"the code used more than {self.limits.cpu_seconds} s of CPU time"
         if passed is None:
-            what = f"ended ({result.detail})" if result.status == "exited" else "could not go on"
-            return ToolError(f"the code's interpreter {what}. {LOST}", ToolErrorType.EXECUTION)
+            return ToolError(f"the code's interpreter ended ({result.detail}). {LOST}", ToolErrorType.EXECUTION)
         kind = ToolErrorType.TIMEOUT if result.status == "timeout" else ToolErrorType.LIMIT
         return ToolError(f"{passed} and was stopped. {LOST}", kind)

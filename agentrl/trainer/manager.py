@@ -105,7 +105,7 @@ class RolloutManager:
 
     def _runner(self, spec: str, kwargs: dict[str, Any], params: Any, limits: EpisodeLimits) -> EpisodeRunner:
         return EpisodeRunner(
-            lambda: make_env(spec, kwargs, tool_timeout=self.cfg.tool_timeout),
+            lambda: make_env(spec, kwargs, tool_timeout=self.cfg.tool_timeout, sandbox=self.cfg.sandbox),
             self.client,
             self.chat,
             params,

@@ -120,7 +120,7 @@ def check_environment(cfg: Config) -> None:
     The same goes for the held-out sets, and for the metric of ``--best-metric``.
     """
     if cfg.env or cfg.prompt_data:
-        env = make_env(*cfg.env_spec(), tool_timeout=cfg.tool_timeout)
+        env = make_env(*cfg.env_spec(), tool_timeout=cfg.tool_timeout, sandbox=cfg.sandbox)
         try:
             if cfg.custom_generate_function_path is None:  # such a function may never call the environment
                 env.reset(seed=cfg.seed)

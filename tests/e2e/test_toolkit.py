@@ -96,7 +96,7 @@ def test_every_built_in_environment_trains(start, tmp_path, name):
     run = tmp_path / "run"
     command = start(
         "train", "--env", name, *SMALL, "--num-rollout", "1", "--eval-interval", "1", "--eval-tasks", "2",
-        "--output-dir", str(run),
+        "--sandbox", "process", "--output-dir", str(run),
     )  # fmt: skip
     assert command.wait() == 0, command.text[-3000:]
     (step,) = [json.loads(s) for s in (run / "metrics.jsonl").read_text().splitlines() if "train/loss" in s]

@@ -18,6 +18,8 @@ import agentrl
 from agentrl._gymnasium import BUILT_IN
 from agentrl.envs import checker
 
+SETTINGS = {"python": {"sandbox": "process"}}
+"""What an environment must be told on a machine that has no sandbox."""
 ACTIONS = ["<tool_call>", "<tool_call>{}</tool_call>", "action: 1", "hello"]
 
 
@@ -39,25 +41,25 @@ def spec(request: pytest.FixtureRequest, example_spec: str, guess_file: str) -> 
 def make(spec: str) -> Callable[..., Any]:
     """Makes the environment through ``gymnasium.make``, with Gymnasium's own wrappers."""
     if spec in agentrl.registered():
-        return lambda **kwargs: gymnasium.make(f"agentrl/{spec}-v0", **kwargs)
+        return lambda **kwargs: gymnasium.make(f"agentrl/{spec}-v0", **SETTINGS.get(spec, {}), **kwargs)
     return lambda **kwargs: gymnasium.make(agentrl.make(spec).spec, **kwargs)
 
 
 def test_gymnasiums_checker_finds_nothing(spec, make):
-    check_env(agentrl.make(spec))
+    check_env(agentrl.make(spec, **SETTINGS.get(spec, {})))
     check_env(make().unwrapped)
 
 
 def test_our_checker_finds_nothing(spec):
     """Any text, both ways alike, the same seed the same episode, two at once, schemas, disjoint splits."""
-    report = checker.check_env(spec)
+    report = checker.check_env(spec, **SETTINGS.get(spec, {}))
     assert report.ok, f"{spec}\n{report}"
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_train_and_test_share_no_task(name):
     """Nor a row, where first messages do not tell tasks apart."""
-    env = agentrl.make(name)
+    env = agentrl.make(name, **SETTINGS.get(name, {}))
     tasks: dict[str, set[str]] = {}
     for split in ("train", "test"):
         count = env.num_tasks(split)
@@ -109,13 +111,15 @@ def test_vector_environments(spec, make):
     with pytest.raises(ValueError, match="shared_memory=False"):
         AsyncVectorEnv([make])
     if spec in agentrl.registered():
-        envs = gymnasium.make_vec(f"agentrl/{spec}-v0", num_envs=2, vectorization_mode="sync")
+        envs = gymnasium.make_vec(
+            f"agentrl/{spec}-v0", num_envs=2, vectorization_mode="sync", **SETTINGS.get(spec, {})
+        )
         assert len(envs.reset(seed=0)[0]) == 2
         envs.close()
 
 
 def blocking(spec: str, seed: int) -> list[Any]:
-    env = agentrl.make(spec)
+    env = agentrl.make(spec, **SETTINGS.get(spec, {}))
     out: list[Any] = [copy.deepcopy(env.reset(seed=seed))]
     for action in [*env.example_actions, *ACTIONS]:
         out.append(copy.deepcopy(env.step(action)))
@@ -126,7 +130,7 @@ def blocking(spec: str, seed: int) -> list[Any]:
 
 
 async def asynchronous(spec: str, seed: int) -> list[Any]:
-    env = agentrl.make(spec)
+    env = agentrl.make(spec, **SETTINGS.get(spec, {}))
     out: list[Any] = [copy.deepcopy(await env.areset(seed=seed))]
     for action in [*env.example_actions, *ACTIONS]:
         out.append(copy.deepcopy(await env.astep(action)))
@@ -150,7 +154,7 @@ def test_the_first_prompt_fits_the_demo_model_and_names_a_category(name):
     from agentrl.rollout.chat import ChatTemplate
 
     chat = ChatTemplate(MODEL_DIR)
-    env = agentrl.make(name)
+    env = agentrl.make(name, **SETTINGS.get(name, {}))
     for split in env.splits:
         for seed in range(3):
             _, info = env.reset(seed=seed, options={"split": split})

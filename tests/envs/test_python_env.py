@@ -109,7 +109,7 @@ def solution(row: dict) -> str:
 
 @pytest.fixture
 def env():
-    made = PythonEnv(tier="process")
+    made = PythonEnv(sandbox="process")
     yield made
     made.close()
 
@@ -117,7 +117,7 @@ def env():
 def test_gymnasiums_checker_has_nothing_to_say():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        env = agentrl.make("python", tier="process")
+        env = agentrl.make("python", sandbox="process")
         env.spec = None
         warnings.filterwarnings("ignore", message=".*alternative render modes.*")
         check_env(env)
@@ -169,7 +169,7 @@ def test_code_cannot_print_itself_a_reward(env: PythonEnv):
 
 
 def test_failed_code_may_cost_a_little_and_is_no_failure():
-    env = PythonEnv(tier="process", failed_code_reward=-0.1, code_timeout=0.5)
+    env = PythonEnv(sandbox="process", failed_code_reward=-0.1, code_timeout=0.5)
     env.reset(options={"split": "test", "index": 0})
     observation, reward, _, _, info = env.step(call("1 / 0"))
     assert observation.endswith("ZeroDivisionError: division by zero")
@@ -187,21 +187,21 @@ def test_train_and_test_share_no_problem(env: PythonEnv):
     rows = {split: [env.tasks[split][i] for i in range(env.num_tasks("test"))] for split in env.splits}
     assert not {row["prompt"] for row in rows["train"]} & {row["prompt"] for row in rows["test"]}
     assert {row["category"] for row in rows["test"]} == {kind.topic for kind in KINDS.values()}
-    again = PythonEnv(tier="process")
+    again = PythonEnv(sandbox="process")
     assert [again.tasks["test"][i] for i in range(20)] == rows["test"][:20]
-    assert PythonEnv(tier="process", task_seed=3).tasks["test"][0] != rows["test"][0]
+    assert PythonEnv(sandbox="process", task_seed=3).tasks["test"][0] != rows["test"][0]
 
 
 def test_settings(env: PythonEnv, tmp_path: Path):
-    strings = PythonEnv(tier="process", topics="strings+simulation", difficulty="easy")
+    strings = PythonEnv(sandbox="process", topics="strings+simulation", difficulty="easy")
     rows = [strings.tasks["test"][i] for i in range(40)]
     assert {row["category"] for row in rows} == {"strings", "simulation"} and {row["level"] for row in rows} == {"easy"}
     path = tmp_path / "mine.jsonl"
     path.write_text('{"prompt": "6 * 7?", "label": "42"}\n')
-    mine = PythonEnv(tier="process", test_data=path)
+    mine = PythonEnv(sandbox="process", test_data=path)
     assert mine.reset(options={"split": "test", "index": 0})[0] == "6 * 7?"
     assert mine.step("\\boxed{42}")[1] == 1.0
-    for arguments in ({"topics": "cooking"}, {"difficulty": "x"}, {"tier": "vm"}, {"code_timeout": -1}):
+    for arguments in ({"topics": "cooking"}, {"difficulty": "x"}, {"code_timeout": -1}):
         with pytest.raises(ConfigError):
             PythonEnv(**arguments)
 

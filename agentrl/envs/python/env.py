@@ -33,19 +33,21 @@ class PythonEnv(ToolEnv):
         input_key: column of the problem in these.
         label_key: column of the answer in these.
         failed_code_reward: added for each call whose code raised or passed a limit; usually a little below 0.
-        tier: how the code is run: ``process``, ``bubblewrap``, ``container``, or ``auto``; see docs/safety.md.
         code_timeout: seconds a call may take.
         memory_mb: mebibytes the code may use.
         max_output: characters shown of what a call prints.
         packages: whether code may import the packages installed beside agentrl, such as numpy.
-        image: image of tier ``container``.
+        image: image of the sandbox ``container``.
+
+    How the code is run is the setting ``sandbox``: ``auto`` (bubblewrap, else the container whose ``image`` is given),
+    ``bubblewrap``, ``container``, or ``process``, which is no boundary; see docs/safety.md.
 
     Raises:
-        ConfigError: an argument is out of range, or the tier does not work on this machine.
+        ConfigError: an argument is out of range; on reset, that the sandbox does not work on this machine.
         DataError: a file cannot be used; file and line are named.
 
     Example:
-        >>> env = PythonEnv(tier="process")
+        >>> env = PythonEnv(sandbox="process")
         >>> env.reset(options={"split": "test", "index": 0})[0]
         'What is the sum of all prime numbers from 163 to 352?'
         >>> code = "sum(n for n in range(163, 353) if all(n % d for d in range(2, n)))"
@@ -70,7 +72,6 @@ class PythonEnv(ToolEnv):
         input_key: str = "prompt",
         label_key: str = "label",
         failed_code_reward: float = 0.0,
-        tier: str = "auto",
         code_timeout: float = 10.0,
         memory_mb: int = 512,
         max_output: int = 2000,
@@ -84,7 +85,7 @@ class PythonEnv(ToolEnv):
             made = makers(chosen_levels(difficulty), _chosen_topics(topics))
             self.tasks = {split: GeneratedTasks("python", made, split, task_seed) for split in self.splits}
         limits = {"timeout": code_timeout, "memory_mb": memory_mb, "max_output": max_output}
-        self.tools = [PythonTool(tier=tier, packages=packages, image=image, **limits)]
+        self.tools = [PythonTool(packages=packages, image=image, **limits)]
 
     def check_settings(self) -> None:
         super().check_settings()

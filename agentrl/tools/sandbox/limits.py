@@ -11,26 +11,25 @@ from agentrl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a sandbox. Each is for one call unless it says otherwise.
+    """Limits of a sandbox. Which tier keeps which of them is a table in docs/safety.md.
 
     Raises:
         ConfigError: a value is impossible.
     """
 
     timeout: float = 10.0
-    """Seconds of wall time."""
+    """Seconds of wall time of a call."""
     cpu_seconds: int | None = None
-    """Seconds of CPU time, over all processes and threads; None: as ``timeout``, rounded up."""
+    """Seconds of CPU time of the interpreter in a call, and of each process that it starts; None: as ``timeout``,
+    rounded up."""
     memory_mb: int = 512
-    """Mebibytes: address space of each process, and memory of all of them together."""
+    """Mebibytes of address space of each process; in a container, memory of all of them."""
     max_output: int = 4000
-    """Characters kept of what is printed, and of the value shown."""
+    """Characters kept of what a call prints, and of the value shown."""
     max_file_mb: int = 16
     """Mebibytes of one file."""
     max_disk_mb: int = 64
     """Mebibytes of all files of the episode."""
-    max_files: int = 1000
-    """Files and folders of the episode."""
     max_processes: int = 16
     """Processes and threads that run at once, the interpreter's own first one included."""
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
+import select
 import signal
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -16,14 +19,18 @@ from pathlib import Path
 from typing import Any, Self
 
 from agentrl.errors import InfraError
-from agentrl.tools.sandbox.isolated.wire import Reader, WireError, encode
-from agentrl.tools.sandbox.isolated.worker import remove_folder
-from agentrl.tools.sandbox.tiers import MARK_ENV, START_SECONDS, Sandbox, base_python
-from agentrl.warden import Proc, end_processes, identify
+from agentrl.tools.sandbox.holder import remove
+from agentrl.tools.sandbox.tiers import Sandbox, base_python
 
-GRACE_SECONDS = 15.0
-_PACKAGE = Path(__file__).parent
-_BOOT = "import sys; sys.path.append(sys.argv.pop(1)); from isolated.supervisor import main; sys.path.pop(); main()"
+START_SECONDS = 30.0
+GRACE_SECONDS = 30.0
+"""Until a holder has ended everything."""
+FENCE_SECONDS = 1.0
+FLOOD_BYTES = 8 << 20
+"""Output after which a call is ended instead of read on."""
+_HOLDER = Path(__file__).with_name("holder.py")
+_READ = 1 << 16
+_HEADER = struct.Struct("!I")
 
 
 @dataclass(frozen=True)
@@ -31,8 +38,7 @@ class Result:
     """What a piece of code gave.
 
     ``status`` is ``ok`` when the interpreter lives on, with ``value`` (the last expression's, as text) or ``error``
-    (what was raised). Otherwise it names the limit that ended the interpreter (``timeout``, ``cpu``, ``memory``,
-    ``processes``, ``disk``, ``output``), or ``exited`` or ``broken``: then its state is lost.
+    (what was raised). Otherwise its state is lost: ``timeout``, ``output`` (too much of it), or ``exited``.
     """
 
     status: str
@@ -42,8 +48,7 @@ class Result:
     value: str | None = None
     error: str | None = None
     detail: str = ""
-    guards: tuple[str, ...] = ()
-    """What the kernel enforced in tier ``process``; see docs/safety.md."""
+    """How the interpreter ended, if it did: a signal or an exit status."""
 
     @property
     def lost(self) -> bool:
@@ -64,50 +69,55 @@ class Session:
     def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
         self._lock = threading.Lock()
-        self._ending = threading.Lock()
         self._closed = False
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._mark = ""
-        self._owner = 0
-        self._folder: str | None = None
-        self._finalizer: weakref.finalize | None = None
+        self._has_run = False
+        self._interpreter: Interpreter | None = None
 
     @property
     def pid(self) -> int | None:
-        """Process id of the supervisor, if it runs."""
-        return self._process.pid if self._process else None
+        """Process id of the interpreter's holder, if it runs."""
+        return self._interpreter.holder.pid if self._interpreter else None
+
+    @property
+    def mark(self) -> str | None:
+        """Name of the interpreter, if it runs; see :data:`.tiers.MARK_ENV`."""
+        return self._interpreter.mark if self._interpreter else None
 
     def run(self, code: str) -> Result:
         """Runs code and waits for its end.
 
         Raises:
-            InfraError: the sandbox itself failed, or the session is closed.
+            InfraError: the session is closed; or no interpreter can be started, and none has run any code yet. After
+                that, whatever fails is what the code left behind.
         """
         with self._lock:
-            if self._closed:
-                raise InfraError("the Python session is closed.")
-            if self._socket is not None and self._owner != os.getpid():
-                self._abandon()  # this is a forked copy, the session is its parent's
-            if self._socket is None:
-                self._start()
-            try:
-                answer = self._ask({"code": code}, self.sandbox.limits.timeout + START_SECONDS + GRACE_SECONDS)
-            except (OSError, WireError, EOFError) as error:
-                self._abandon()
-                if self._closed:
-                    raise InfraError("the Python session was closed.") from error
-                # It had answered before and runs nothing that fails by itself: the code got at it.
-                return Result("exited", detail="it took its own supervision down")
-        if answer["status"] == "unavailable":
-            raise InfraError(f"the Python sandbox ({self.sandbox.tier}) failed: {answer['detail']}")
-        answer["guards"] = tuple(answer["guards"])
-        return Result(**answer)
+            if self._interpreter is not None and self._interpreter.owner != os.getpid():
+                self._interpreter.forget()  # this is a forked copy, the session is its parent's
+                self._interpreter = None
+            if self._interpreter is None:
+                self._raise_if_closed()
+                try:
+                    self._interpreter = Interpreter(self.sandbox)
+                    self._end_with_this = weakref.finalize(self, _end_later, self._interpreter)
+                    self._end_with_this.atexit = False  # the holder sees for itself that its caller ends
+                except InfraError as error:
+                    if self._has_run:
+                        return Result("exited", detail=f"a new one did not start: {error}"[:500])
+                    raise
+            self._has_run = True
+            result = self._interpreter.run(code)
+            if result.lost:
+                self._drop()
+                self._raise_if_closed()
+            return result
 
     def close(self) -> None:
         """Ends the interpreter and everything it started. May be called at any time, from any thread."""
         self._closed = True
-        self._abandon()
+        if (interpreter := self._interpreter) is not None:
+            interpreter.hang_up()  # a call that runs ends by it
+        with self._lock:
+            self._drop()
 
     def __enter__(self) -> Self:
         return self
@@ -115,114 +125,231 @@ class Session:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _start(self) -> None:
-        self._mark = secrets.token_hex(8)
-        ours, theirs = socket.socketpair()
-        environment = self.sandbox.environment(self._mark, "/")
-        if "LD_LIBRARY_PATH" in os.environ:  # some Pythons do not start without
-            environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
+    def _drop(self) -> None:
+        interpreter, self._interpreter = self._interpreter, None
+        if interpreter is not None:
+            self._end_with_this.detach()
+            interpreter.end()
+
+    def _raise_if_closed(self) -> None:
+        if self._closed:
+            raise InfraError("the Python session is closed.")
+
+
+class Interpreter:
+    """One interpreter, from its start to its end.
+
+    Args:
+        sandbox: the tier and its limits.
+
+    Raises:
+        InfraError: it did not start; the text says what it said.
+        ConfigError: the machine lacks what the tier needs.
+    """
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.limits, self.owner, self.mark = sandbox.limits, os.getpid(), secrets.token_hex(8)
+        self.output = Output(self.limits.max_output)
+        plan = sandbox.plan(self.mark)
+        self._folder = plan["folder"]
+        self._group: int | None = None  # the interpreter's process, as the holder tells it
+        self._control, theirs = socket.socketpair()
+        plan |= {"caller": self.owner, "control": theirs.fileno()}
+        requests, self._requests = os.pipe()
+        self._replies, replies = os.pipe()
+        self._output, output = os.pipe()
+        # Some Pythons do not start without this one.
+        environment = {key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ}
         try:
-            process = subprocess.Popen(
-                [base_python(), "-s", "-S", "-P", "-c", _BOOT, str(_PACKAGE), str(os.getpid())],
-                stdin=theirs,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
+            self.holder = subprocess.Popen(
+                [base_python(), "-I", "-S", "-c", _HOLDER.read_text(encoding="utf-8"), json.dumps(plan)],
+                stdin=requests,
+                stdout=replies,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
                 env=environment,
                 cwd="/",
                 start_new_session=True,
             )
         except OSError as error:
-            ours.close()
+            self.forget()
+            remove(self._folder)
             raise InfraError(f"the Python sandbox cannot be started: {error}") from error
         finally:
             theirs.close()
-        self._process, self._socket, self._owner = process, ours, os.getpid()
-        self._folder = None
+            for fd in (requests, replies, output):
+                os.close(fd)
+        for fd in (self._requests, self._replies, self._output):
+            os.set_blocking(fd, False)
+        status, _ = self._converse(b"", START_SECONDS)
+        if status != "ok":
+            self._read_output()
+            said = self.output.text()[0].strip()
+            self.end()
+            raise InfraError(f"the Python sandbox ({sandbox.tier}) did not start ({status}): {said[-1000:]}")
+
+    def run(self, code: str) -> Result:
+        """Runs one piece of code."""
+        self.output = Output(self.limits.max_output)
+        fence = secrets.token_hex(16).encode()
+        body = json.dumps({"code": code, "fence": fence.decode()}).encode("ascii")
+        status, reply = self._converse(_HEADER.pack(len(body)) + body, self.limits.timeout)
+        detail = ""
+        if status == "ok":  # what was printed travels apart, up to the fence
+            deadline = time.monotonic() + FENCE_SECONDS
+            while not self.output.seen(fence) and self._output_comes(deadline - time.monotonic()):
+                if self._read_output() > FLOOD_BYTES:
+                    status = "output"
+                    break
+        else:
+            self._read_output()
+        if status == "exited":
+            detail = self._how_it_ended()
+        told = {key: reply[key] for key in ("value", "error") if isinstance(reply.get(key), str)}
+        text, cut = self.output.text()
+        return Result(status, text, cut, detail=detail, **told)
+
+    def hang_up(self) -> None:
+        """Has the holder end everything, without waiting for it."""
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> None:
+        """Ends the interpreter with all it started, and waits until it is gone."""
+        self.hang_up()
         try:
-            settings = self.sandbox.settings(self._mark, process.pid)
-            self._folder = settings["folder"]
-            self._finalizer = weakref.finalize(self, _end_later, process, ours, self._owner, self._mark, self._folder)
-            self._finalizer.atexit = False  # the supervisor sees for itself that its caller ends
-            self._ask(settings, START_SECONDS)
-            if self._closed:  # while it started
-                raise EOFError("the session was closed")
-        except (OSError, WireError, EOFError) as error:
-            said = self._abandon()
-            raise InfraError(f"the Python sandbox did not start: {error}. {said}") from error
-        except BaseException:
-            self._abandon()
-            raise
+            ended = self.holder.wait(GRACE_SECONDS) >= 0
+        except subprocess.TimeoutExpired:
+            self.holder.kill()
+            ended = self.holder.wait() >= 0
+        if not ended:  # the holder was killed: what it would have done, as far as it goes
+            if self._group is not None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._group, signal.SIGKILL)
+            remove(self._folder)
+        self.forget()
 
-    def _ask(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Raises OSError, EOFError or WireError when there is no answer in time."""
-        ours = self._socket
-        if ours is None:
-            raise EOFError("the session was closed")
+    def forget(self) -> None:
+        """Closes this process's ends. In a forked copy that is all: the interpreter is the parent's."""
+        self._control.close()
+        for fd in (self._requests, self._replies, self._output):
+            os.close(fd)
+        if hasattr(self, "holder"):
+            self.holder.returncode = self.holder.returncode or 0  # for `Popen`, which would report a running child
+
+    def _converse(self, request: bytes, seconds: float) -> tuple[str, dict[str, Any]]:
+        """Sends a request and waits for its reply; takes what is printed meanwhile.
+
+        Returns:
+            ``ok`` and the reply; or ``timeout``, ``output``, ``exited``, and nothing.
+        """
         deadline = time.monotonic() + seconds
-        ours.settimeout(seconds)
-        ours.sendall(encode(message))
-        reader = Reader(64 * self.sandbox.limits.max_output + (1 << 20))
-        while True:
-            ours.settimeout(max(deadline - time.monotonic(), 0.001))
-            data = ours.recv(1 << 16)
+        waiting, received = memoryview(request), bytearray()
+        poller = select.poll()
+        for fd in (self._control, self._replies, self._output):
+            poller.register(fd, select.POLLIN)
+        if request:
+            poller.register(self._requests, select.POLLOUT)
+        while (left := deadline - time.monotonic()) > 0:
+            ready = dict(poller.poll(left * 1000 + 1))
+            if self._output in ready:
+                if self._read_output() > FLOOD_BYTES:
+                    return "output", {}
+                if self.output.closed:
+                    poller.unregister(self._output)  # it would report its end for ever
+            if self._requests in ready:
+                try:
+                    waiting = waiting[os.write(self._requests, waiting) :]
+                except BrokenPipeError:
+                    return "exited", {}
+                if not waiting:
+                    poller.unregister(self._requests)
+            if self._replies in ready:
+                data = os.read(self._replies, _READ)
+                received += data
+                reply = self._message(received) if data else {}
+                if reply is not None:
+                    return ("ok", reply) if reply else ("exited", {})
+            if self._control.fileno() in ready:
+                said = self._control.recv(64)
+                if not said:
+                    return "exited", {}
+                self._group = int(said)
+        return "timeout", {}
+
+    def _message(self, received: bytearray) -> dict[str, Any] | None:
+        """What was received: ``None`` while it is not complete, empty if it is no message. Never trusted."""
+        if len(received) < _HEADER.size:
+            return None
+        (size,) = _HEADER.unpack_from(received)
+        if size > 12 * self.limits.max_output + 65536:
+            return {}
+        if len(received) < _HEADER.size + size:
+            return None
+        try:
+            message = json.loads(received[_HEADER.size : _HEADER.size + size])
+        except (ValueError, RecursionError):
+            return {}
+        return message if isinstance(message, dict) else {}
+
+    def _output_comes(self, seconds: float) -> bool:
+        return not self.output.closed and bool(select.select([self._output], [], [], max(seconds, 0))[0])
+
+    def _read_output(self) -> int:
+        """Takes what the pipe holds; how many bytes there were in all so far."""
+        for _ in range(64):  # whoever writes faster than this is read again in the next round
+            try:
+                data = os.read(self._output, _READ)
+            except BlockingIOError:
+                break
+            self.output.take(data)
             if not data:
-                raise EOFError("the supervisor is gone")
-            answer = reader.feed(data)
-            if answer is not None:
-                return answer
+                break
+        return self.output.total
 
-    def _abandon(self) -> str:
-        """Ends the supervisor and all that it has; what it said last."""
-        with self._ending:  # the caller may close while a call fails
-            process, ours, self._process, self._socket = self._process, self._socket, None, None
-        if self._finalizer is not None:
-            self._finalizer.detach()
-        if process is None or ours is None:
-            return ""
-        return _end(process, ours, self._owner, self._mark, self._folder)
+    def _how_it_ended(self) -> str:
+        try:
+            status = self.holder.wait(0.5)  # it is about to end by itself, unless the code closed what it should not
+        except subprocess.TimeoutExpired:
+            return "it answers no more"
+        if status > 128:
+            with contextlib.suppress(ValueError):
+                return signal.Signals(status - 128).name
+        return f"exit status {status}" if status >= 0 else "its holder was killed"
 
 
-def _end_later(*session: Any) -> None:
+class Output:
+    """What the code printed: the first part is kept, the rest is counted and dropped."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept, self._last = bytearray(), b""
+        self.total, self.closed = 0, False
+
+    def take(self, data: bytes) -> None:
+        """Takes what was read; nothing means that there will be no more."""
+        self.closed = not data
+        self.total += len(data)
+        room = 4 * self._most + 64 - len(self._kept)  # a character has at most four bytes, and a fence its own
+        self._kept += data[: max(room, 0)]
+        self._last = (self._last + data)[-_READ:]
+
+    def seen(self, fence: bytes) -> bool:
+        """Whether the mark at the end of a call's output is there, which it takes away."""
+        if fence not in self._last:
+            return False
+        self.total -= len(fence)
+        if (at := self._kept.find(fence)) >= 0:
+            del self._kept[at : at + len(fence)]
+        return True
+
+    def text(self) -> tuple[str, int]:
+        """The kept part, at most ``most`` characters, and how many bytes are missing."""
+        text = self._kept.decode("utf-8", "replace")[: self._most]
+        return text, max(self.total - len(text.encode("utf-8", "replace")), 0)
+
+
+def _end_later(interpreter: Interpreter) -> None:
     """For the garbage collector, which must not wait."""
-    threading.Thread(target=_end, args=session, daemon=True).start()
-
-
-def _end(process: subprocess.Popen[bytes], ours: socket.socket, caller: int, mark: str, folder: str | None) -> str:
-    """Has the supervisor end everything; does it here if the supervisor cannot. Returns its last words."""
-    assert process.stderr is not None
-    if os.getpid() != caller:  # a forked copy: the session is its parent's
-        ours.close()
-        process.stderr.close()
-        process.returncode = 0  # for `Popen`, which would report a child that is none of this process
-        return ""
-    with contextlib.suppress(OSError):
-        ours.shutdown(socket.SHUT_RDWR)  # wakes who waits for an answer
-    try:
-        status = process.wait(timeout=GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        status = process.wait(timeout=GRACE_SECONDS)
-    ours.close()
-    if status != 0:
-        _clear(mark)
-        remove_folder(folder)
-    with process.stderr as said:
-        return said.read().decode(errors="replace")[-2000:]
-
-
-def _clear(mark: str) -> None:
-    """Ends the processes of a session whose supervisor did not."""
-
-    def marked() -> list[Proc]:
-        found = []
-        wanted = f"{MARK_ENV}={mark}".encode()
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):
-                if wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
-                    found.append(identify(int(name)))
-        return [proc for proc in found if proc is not None]
-
-    for proc in marked():
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(proc.pid, signal.SIGSTOP)  # so that none forks while others fall
-    end_processes(marked(), term_timeout=0, rescan=marked)
+    interpreter.hang_up()
+    threading.Thread(target=interpreter.end, daemon=True).start()

@@ -1,17 +1,18 @@
-"""The three ways to run the model's code, weakest first, and what each needs of the machine.
+"""The ways to run the model's code, and what each needs of the machine.
 
-``process``: a process with limits; **no security boundary**. ``bubblewrap``: namespaces made by ``bwrap``.
-``container``: docker or podman. ``auto`` takes bubblewrap where it works, else process.
+``bubblewrap``: namespaces made by ``bwrap``. ``container``: docker or podman. ``process``: a process with limits, **no
+security boundary**, taken only when it is named. ``auto``: bubblewrap, else the container whose image is given.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import glob
 import importlib.util
 import json
-import logging
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -22,23 +23,29 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError, InfraError
-from agentrl.tools.sandbox.isolated import confine, driver
+from agentrl.tools.sandbox import driver
 from agentrl.tools.sandbox.limits import Limits
 from agentrl.warden import SCRATCH_ENV
 
-logger = logging.getLogger(__name__)
-
-TIERS = ("auto", "process", "bubblewrap", "container")
+TIERS = ("auto", "bubblewrap", "container", "process")
 BWRAP_ENV = "AGENTRL_BWRAP"
 RUNTIME_ENV = "AGENTRL_CONTAINER_RUNTIME"
 MARK_ENV = "AGENTRL_SANDBOX"
-"""In the environment of everything a session starts, so that it can be found when all else fails."""
+"""In the environment of all that a session starts: the name of its interpreter, to find it among processes."""
 
-WORK = "/work"
+WORK = "/sandbox"  # a name that no Python lies below
+NOBODY = "65534"
 OPEN_FILES = 128
-START_SECONDS = 30.0
-_FIRST_USER = 1_800_000_000
+HOW_TO = (
+    "Install bubblewrap 0.8 or newer (apt-get install bubblewrap), or give an image to docker or podman "
+    "(PythonTool(sandbox='container', image=...)). To run a policy's code without a boundary, with your network and "
+    "what your user may read, say --sandbox process (PythonTool(sandbox='process')). See docs/safety.md."
+)
+_LIBRARIES = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+_SYSTEM = (*_LIBRARIES, "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+_NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl")
 _PYTHON = ("-s", "-S", "-P", "-B")
+_FIRST_USER, _USERS = 1_800_000_000, 1 << 22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +55,9 @@ class Sandbox:
     Args:
         tier: one of :data:`TIERS` but ``auto``; see :func:`resolve`.
         limits: what the code may use.
-        network: whether it may use the network.
+        network: whether it may use the network, in the tiers that are a boundary.
         packages: whether it may import what is installed beside agentrl; the standard library only, if not.
         image: the container's image, which must be there already; tier ``container`` only.
-        own_user: tier ``process``, run as root: become a user of its own.
-        landlock: tier ``process``: confine file access by Landlock where the kernel has it.
     """
 
     tier: str
@@ -60,10 +65,18 @@ class Sandbox:
     network: bool = False
     packages: bool = False
     image: str | None = None
-    own_user: bool = True
-    landlock: bool = True
 
-    def environment(self, mark: str, home: str) -> dict[str, str]:
+    def plan(self, mark: str) -> dict[str, Any]:
+        """What the holder of one interpreter is told, but for who calls it; see :func:`.holder.main`.
+
+        Args:
+            mark: name of the interpreter, unique on this machine.
+        """
+        plan = {"uid": None, "folder": None, "open": [], "stop": None, "environment": self.environment(mark)}
+        tiers = {"process": self._process, "bubblewrap": self._bubblewrap, "container": self._container}
+        return plan | tiers[self.tier](mark)
+
+    def environment(self, mark: str, home: str = WORK) -> dict[str, str]:
         """All of the environment that the code gets. Nothing of ours is in it."""
         one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         return {
@@ -78,92 +91,56 @@ class Sandbox:
             MARK_ENV: mark,
         }
 
-    def settings(self, mark: str, supervisor: int) -> dict[str, Any]:
-        """What the supervisor is told.
-
-        Args:
-            mark: name of the session, unique on this machine.
-            supervisor: process id of its supervisor.
-        """
-        settings: dict[str, Any] = {
-            **dataclasses.asdict(self.limits),
-            "network": self.network,
-            "max_open_files": OPEN_FILES,
-            "start_timeout": START_SECONDS,
-            "landlock": False,
-            "uid": None,
-            "folder": None,
-            "mounts": [],
-            "packages": [],
-            "command": None,
-            "stop_command": None,
-            "limit_launcher": True,
-            "filter_calls": False,
-            "fence": False,
-            "environment": self.environment(mark, WORK),
-        }
-        settings.update(
-            {"process": self._process, "bubblewrap": self._bubblewrap, "container": self._container}[self.tier](
-                mark, supervisor
-            )
-        )
-        settings["nproc"] = self.limits.max_processes + settings.pop("more_processes", 0)
-        if settings["uid"] is None:
-            settings["nproc"] += _threads_of_this_user()  # the kernel counts by user
-        return settings
-
-    def _process(self, mark: str, supervisor: int) -> dict[str, Any]:
-        uid = private_user(supervisor) if self.own_user else None
-        folder = os.path.join(_scratch(open_to_others=uid is not None), f"agentrl-python-{mark}")
+    def _process(self, mark: str) -> dict[str, Any]:
+        uid, python = user_of_its_own(), base_python()
+        # Another user cannot walk to the run's own temporary files, which are private.
+        place = (os.environ.get(SCRATCH_ENV) or tempfile.gettempdir()) if uid is None else "/tmp"
+        folder = tempfile.mkdtemp(prefix=f"agentrl-python-{mark}-", dir=place)
+        if uid is not None:
+            os.chown(folder, uid, uid)
+        packages = package_folders() if self.packages else []
+        # The kernel counts processes by user.
+        processes = self.limits.max_processes + (_threads_of_this_user() if uid is None else 0)
         return {
             "uid": uid,
             "folder": folder,
-            "landlock": self.landlock,
-            "packages": package_folders() if self.packages else [],
+            "open": closed_to_others([*python_folders(), *packages]),
+            "command": [python, *_PYTHON, *self._driver(packages, processes)],
             "environment": self.environment(mark, folder),
         }
 
-    def _bubblewrap(self, mark: str, supervisor: int) -> dict[str, Any]:
-        bwrap, python = find_bubblewrap(), base_python()
-        more_path = package_folders() if self.packages else []
-        seen = [*_python_folders(python), *more_path]
-        uid = private_user(supervisor) if all(map(open_to_all, [bwrap, *seen])) else None
-        size = str(self.limits.max_disk_mb << 20)
-        bound = [*confine.SYSTEM, *(["/etc/resolv.conf", "/etc/hosts", "/etc/ssl"] if self.network else [])]
-        arguments = [
-            "--unshare-all",
-            "--unshare-user",
-            "--die-with-parent",
-            "--new-session",
-            "--disable-userns",
-            "--cap-drop",
-            "ALL",
-        ]
-        arguments += ["--uid", "65534", "--gid", "65534"]
+    def _bubblewrap(self, mark: str) -> dict[str, Any]:
+        bwrap, python, uid = find_bubblewrap(), base_python(), user_of_its_own()
+        packages = package_folders() if self.packages else []
+        seen = [folder for folder in [*python_folders(), *packages] if not _within(folder, "/usr")]
+        size = ["--size", str(self.limits.max_disk_mb << 20), "--tmpfs"]
+        arguments = ["--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
+        arguments += ["--die-with-parent", "--new-session", "--uid", NOBODY, "--gid", NOBODY, "--hostname", "sandbox"]
         arguments += ["--share-net"] if self.network else []
-        arguments += ["--size", size, "--tmpfs", "/tmp"]  # before what is bound below it
-        arguments += [word for path in bound for word in ("--ro-bind-try", path, path)]
-        arguments += [word for path in seen if not _within(path, "/usr") for word in ("--ro-bind", path, path)]
-        arguments += ["--proc", "/proc", "--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm"]
-        arguments += ["--remount-ro", "/dev", "--size", size, "--tmpfs", WORK]
-        arguments += ["--remount-ro", "/", "--chdir", WORK, "--hostname", "sandbox", "--"]
-        program = [python, *_PYTHON, *self._driver(more_path=more_path)]
+        for path in [*_SYSTEM, *(_NETWORK if self.network else ())]:
+            arguments += ["--ro-bind-try", path, path]
+        for path in seen:
+            arguments += ["--ro-bind", path, path]
+        for path in [] if self.packages else _installed(["/", "/usr", "/usr/local", *seen]):
+            arguments += ["--tmpfs", path, "--remount-ro", path]
+        arguments += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys"]
+        arguments += ["--dev", "/dev", *size, "/dev/shm", "--remount-ro", "/dev"]
+        arguments += [*size, WORK, "--chdir", WORK]
+        arguments += [] if any(_within(path, "/tmp") for path in seen) else ["--symlink", WORK, "/tmp"]
+        arguments += ["--remount-ro", "/", "--"]
+        processes = self.limits.max_processes + 1  # bubblewrap's own; the kernel counts by namespace of users
         return {
             "uid": uid,
-            "mounts": [WORK, "/tmp", "/dev/shm"],
-            "command": [bwrap, *arguments, *program],
-            "filter_calls": True,
-            "more_processes": 3,
+            "open": closed_to_others([os.path.dirname(bwrap), *seen]) if uid is not None else [],
+            "command": [bwrap, *arguments, python, *_PYTHON, *self._driver(packages, processes)],
         }
 
-    def _container(self, mark: str, supervisor: int) -> dict[str, Any]:
+    def _container(self, mark: str) -> dict[str, Any]:
         runtime, limits, name = find_runtime(), self.limits, f"agentrl-python-{mark}"
-        if not self.image:
-            raise ConfigError("sandbox tier 'container' needs an image that has Python 3.11 or newer: image='NAME'.")
         options = {
             "name": name,
             "pull": "never",
-            "user": "65534:65534",
+            "user": f"{NOBODY}:{NOBODY}",
             "memory": f"{limits.memory_mb}m",
             "memory-swap": f"{limits.memory_mb}m",
             "pids-limit": limits.max_processes,
@@ -172,82 +149,69 @@ class Sandbox:
             "security-opt": "no-new-privileges",
             "workdir": WORK,
             "entrypoint": "python3",
+            "tmpfs": f"{WORK}:size={limits.max_disk_mb}m,mode=1777",
+            "shm-size": f"{limits.max_disk_mb}m",
         }
         arguments = [f"--{key}={value}" for key, value in options.items()]
         arguments += ["--rm", "--interactive", "--read-only", *([] if self.network else ["--network=none"])]
-        room = f"size={limits.max_disk_mb}m,nr_inodes={limits.max_files},mode=1777"
-        arguments += [f"--tmpfs={WORK}:{room}", f"--tmpfs=/tmp:{room}", f"--shm-size={limits.max_disk_mb}m"]
-        arguments += [f"--ulimit=fsize={limits.max_file_mb << 20}", f"--ulimit=nofile={OPEN_FILES}", "--ulimit=core=0"]
-        arguments += [f"--env={key}={value}" for key, value in self.environment(mark, WORK).items() if key != "PATH"]
+        arguments += [f"--env={key}={value}" for key, value in self.environment(mark).items() if key != "PATH"]
         python = ("-s", "-P", "-B") if self.packages else _PYTHON
-        program = [self.image, *python, *self._driver(fence=True)]
+        ours = ("PATH", "HOME", "DOCKER_HOST", "XDG_RUNTIME_DIR")
         return {
-            "command": [runtime, "run", *arguments, *program],
-            "stop_command": [runtime, "rm", "--force", name],
-            "limit_launcher": False,  # the runtime is a program of its own and runs nothing of the model's
-            "fence": True,  # the runtime carries output and replies apart
-            "environment": {
-                key: os.environ[key] for key in ("PATH", "HOME", "DOCKER_HOST", "XDG_RUNTIME_DIR") if key in os.environ
-            },
+            "command": [runtime, "run", *arguments, self.image, *python, *self._driver([], None)],
+            "stop": [runtime, "rm", "--force", name],
+            "environment": {key: os.environ[key] for key in ours if key in os.environ},
         }
 
-    def _driver(self, **more: Any) -> list[str]:
+    def _driver(self, packages: list[str], processes: int | None) -> list[str]:
         """The driver as arguments of a Python that does not have our files."""
-        settings = {"max_output": self.limits.max_output, "cpu_seconds": self.limits.cpu_seconds, **more}
+        limits = self.limits
+        kernel = {
+            "RLIMIT_CORE": 0,
+            "RLIMIT_FSIZE": limits.max_file_mb << 20,
+            "RLIMIT_NOFILE": OPEN_FILES,
+            "RLIMIT_AS": limits.memory_mb << 20,
+        }
+        if processes is not None:
+            kernel["RLIMIT_NPROC"] = processes
+        settings = {"max_output": limits.max_output, "cpu_seconds": limits.cpu_seconds}
+        settings |= {"limits": kernel, "more_path": packages}
         return ["-c", Path(driver.__file__).read_text(encoding="utf-8"), json.dumps(settings)]
 
 
 def resolve(tier: str, image: str | None = None) -> str:
-    """The tier that ``tier`` means on this machine: ``auto`` becomes one, the others are tried.
+    """The tier that ``tier`` means on this machine, found out by using it, once a process.
 
     Raises:
-        ConfigError: unknown, or it does not work here; the text says why.
+        ConfigError: unknown, or it does not work here; the text says why, and what to do.
     """
     if tier not in TIERS:
-        raise ConfigError(f"unknown sandbox tier {tier!r}; expected one of {', '.join(TIERS)}.")
-    require_linux()
-    if tier == "auto":
-        return _best()
-    if tier == "bubblewrap" and (failure := bubblewrap_failure()):
-        raise ConfigError(f"sandbox tier 'bubblewrap' does not work here: {failure}")
-    if tier == "container":
-        find_runtime()
-        if not image:
-            raise ConfigError("sandbox tier 'container' needs an image with Python 3.11 or newer: image='NAME'.")
-    return tier
-
-
-def require_linux() -> None:
-    """Raises ConfigError where there is no sandbox at all."""
+        raise ConfigError(f"unknown sandbox {tier!r}; expected one of {', '.join(TIERS)}.")
     if sys.platform != "linux":
         raise ConfigError(f"the Python sandbox needs Linux, this is {sys.platform}: run agentrl in a Linux container.")
+    failures = {}
+    for name in ("bubblewrap", *(["container"] if image else [])) if tier == "auto" else (tier,):
+        failure = failure_of(name, image)
+        if failure is None:
+            return name
+        failures[name] = failure
+    reasons = "; ".join(f"{name} does not work here: {failure}" for name, failure in failures.items())
+    raise ConfigError(f"no sandbox for Python code: {reasons}" + (f" {HOW_TO}" if tier != "process" else ""))
 
 
 @functools.cache
-def _best() -> str:
-    failure = bubblewrap_failure()
-    if failure is None:
-        logger.info("the model's Python code runs in bubblewrap")
-        return "bubblewrap"
-    logger.warning(
-        "the model's Python code runs in the tier 'process', which is no security boundary (docs/safety.md); "
-        "bubblewrap does not work here: %s",
-        failure,
-    )
-    return "process"
-
-
-@functools.cache
-def bubblewrap_failure() -> str | None:
-    """Why bubblewrap cannot be used on this machine; ``None`` when it can. Found out by using it, once."""
+def failure_of(tier: str, image: str | None) -> str | None:
+    """Why a tier cannot be used on this machine; ``None`` when it can."""
     from agentrl.tools.sandbox.session import Session
 
+    if tier == "container" and not image:
+        return "it needs an image with Python 3.11 or newer that is there: image='NAME'."
     try:
-        with Session(Sandbox("bubblewrap")) as session:
+        with Session(Sandbox(tier, image=image)) as session:
             result = session.run("6 * 7")
     except (ConfigError, InfraError) as error:
         return str(error)
-    return None if result.value == "42" else f"a first program gave {result}"
+    return None if result.value == "42" else f"a first program gave {result}."
 
 
 def find_bubblewrap() -> str:
@@ -255,10 +219,7 @@ def find_bubblewrap() -> str:
     given = os.environ.get(BWRAP_ENV)
     found = shutil.which(given or "bwrap")
     if found is None:
-        where = (
-            f"{BWRAP_ENV}={given!r} is no program" if given else f"there is no bwrap on the PATH ({BWRAP_ENV} names it)"
-        )
-        raise ConfigError(f"{where}. Install the package bubblewrap, 0.8 or newer.")
+        raise ConfigError(f"{BWRAP_ENV}={given!r} is no program." if given else "there is no bwrap on the PATH.")
     return os.path.realpath(found)
 
 
@@ -277,8 +238,8 @@ def find_runtime() -> str:
         if done.returncode == 0:
             return path
     raise ConfigError(
-        f"sandbox tier 'container': no container runtime answers ({given or 'docker, podman'}). "
-        f"Start its service, or name another by {RUNTIME_ENV}."
+        f"no container runtime answers ({given or 'docker, podman'}): start its service, or name another by "
+        f"{RUNTIME_ENV}."
     )
 
 
@@ -290,59 +251,48 @@ def base_python() -> str:
     return os.path.realpath(python)
 
 
+def python_folders() -> list[str]:
+    """What the base Python needs of its own: program, libraries, time zones. Not what else lies below its prefix."""
+    wanted = [os.path.dirname(base_python())]
+    for prefix in (sys.base_prefix, sys.base_exec_prefix):
+        wanted += [os.path.join(prefix, part) for part in ("lib", sys.platlibdir, "share/zoneinfo")]
+    return [path for path in dict.fromkeys(map(os.path.realpath, wanted)) if os.path.isdir(path)]
+
+
 def package_folders() -> list[str]:
     """Where the packages beside agentrl are installed: this Python's folders, and the one numpy came from."""
     folders = [sysconfig.get_path(key) for key in ("purelib", "platlib")]
     numpy = importlib.util.find_spec("numpy")
     if numpy is not None and numpy.origin:
         folders.append(os.path.dirname(os.path.dirname(numpy.origin)))
-    return [folder for folder in dict.fromkeys(folders) if os.path.isdir(folder)]
+    return [folder for folder in dict.fromkeys(map(os.path.realpath, folders)) if os.path.isdir(folder)]
 
 
-def private_user(supervisor: int) -> int | None:
-    """A user id that nobody else has, for the session of this supervisor; ``None`` if this user cannot become it."""
+def user_of_its_own() -> int | None:
+    """For root: a user id that nobody else has, for one interpreter. ``None`` for other users, who cannot change."""
     if os.geteuid() != 0:
         return None
-    capabilities = next(
-        int(line.split()[1], 16) for line in Path("/proc/self/status").read_text().splitlines() if line[:6] == "CapEff"
-    )
-    setgid_and_setuid = 1 << 6 | 1 << 7
-    if capabilities & setgid_and_setuid != setgid_and_setuid:
-        return None
+    number = secrets.randbelow(_USERS)
     ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
     inside, _, count = max(ranges, key=lambda row: row[2])
-    if inside == 0 and count > _FIRST_USER + (1 << 23):
-        return _FIRST_USER + supervisor
-    if count >= 20_000:  # a rootless container: the same id for two sessions is unlikely, and costs only separation
-        return inside + count // 2 + supervisor % (count // 2)
-    return None
+    if inside + count > _FIRST_USER + _USERS:
+        return _FIRST_USER + number
+    if count < 2:
+        raise ConfigError("this user is root in a namespace that has no other user: run agentrl as an ordinary user.")
+    return inside + 1 + number % (count - 1)  # a container of an ordinary user has some 65,000
 
 
-def open_to_all(path: str) -> bool:
-    """Whether any user may walk to ``path`` and read it."""
-    here = Path(path).resolve()
-    if not here.exists():
-        return False
-    folders = [here, *here.parents] if here.is_dir() else list(here.parents)
-    return all(folder.stat().st_mode & 0o1 for folder in folders) and bool(here.stat().st_mode & 0o4)
+def closed_to_others(folders: Iterable[str]) -> list[str]:
+    """Those of the folders that other users cannot walk to."""
+    return [path for path in folders if not all(place.stat().st_mode & 0o1 for place in Path(path).parents)]
 
 
-def _scratch(*, open_to_others: bool) -> str:
-    """Where working folders are made: with the run's other temporary files, if another user may walk there."""
-    places = [os.environ.get(SCRATCH_ENV), tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"]
-    for place in filter(None, places):
-        if os.path.isdir(place) and (not open_to_others or open_to_all(place)):
-            return place
-    raise InfraError(f"no folder for temporary files that another user can reach; tried {places[1:]}.")
-
-
-def _python_folders(python: str) -> list[str]:
-    wanted = [sys.base_prefix, sys.base_exec_prefix, os.path.dirname(python)]
-    found: list[str] = []
-    for folder in map(os.path.realpath, wanted):
-        if not any(_within(folder, other) for other in found):
-            found.append(folder)
-    return found
+def _installed(folders: list[str]) -> list[str]:
+    """Folders of installed packages in and below those of Python."""
+    names = ("site-packages", "dist-packages")
+    shapes = ("{}", "python3*/{}", "lib*/python3*/{}")
+    return [path for top in folders for shape in shapes for name in names
+            for path in glob.glob(os.path.join(top, shape.format(name)))]  # fmt: skip
 
 
 def _within(path: str, folder: str) -> bool:
@@ -352,14 +302,10 @@ def _within(path: str, folder: str) -> bool:
 def _threads_of_this_user() -> int:
     """Threads of all processes of this user, which is what the kernel's limit of processes counts."""
     user, threads = os.getuid(), 0
-    for pid in _processes():
+    for name in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if os.stat(f"/proc/{pid}").st_uid == user:
-                threads += int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[17])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+            if os.stat(f"/proc/{name}").st_uid == user:
+                threads += len(os.listdir(f"/proc/{name}/task"))
+        except OSError:
+            continue  # it ended meanwhile
     return threads
-
-
-def _processes() -> Iterable[int]:
-    return (int(name) for name in os.listdir("/proc") if name.isdigit())

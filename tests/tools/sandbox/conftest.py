@@ -10,15 +10,20 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from sandbox_sessions import VARIANTS, Open, opened, works
+from sandbox_sessions import Open, failure_of, opened
 
 
-@pytest.fixture(params=list(VARIANTS))
-def open_session(request: pytest.FixtureRequest) -> Iterator[Open]:
-    """Opens sessions of each variant; they are closed at the end, and nothing of them is left."""
-    if request.param == "bubblewrap" and not works("bubblewrap"):
-        pytest.skip("bubblewrap does not work here")
-    with opened(request.param) as open_one:
+@pytest.fixture(params=["process", "bubblewrap"])
+def tier(request: pytest.FixtureRequest) -> str:
+    if request.param == "bubblewrap" and (failure := failure_of("bubblewrap", None)):
+        pytest.skip(f"bubblewrap does not work here: {failure}")
+    return request.param
+
+
+@pytest.fixture
+def open_session(tier: str) -> Iterator[Open]:
+    """Opens sessions of each tier; they are closed at the end, and nothing of them is left."""
+    with opened(tier) as open_one:
         yield open_one
 
 
@@ -26,4 +31,13 @@ def open_session(request: pytest.FixtureRequest) -> Iterator[Open]:
 def open_process() -> Iterator[Open]:
     """The same for what is one piece of code in every tier."""
     with opened("process") as open_one:
+        yield open_one
+
+
+@pytest.fixture
+def open_bubblewrap() -> Iterator[Open]:
+    """The same for what only a boundary stops."""
+    if failure := failure_of("bubblewrap", None):
+        pytest.skip(f"bubblewrap does not work here: {failure}")
+    with opened("bubblewrap") as open_one:
         yield open_one

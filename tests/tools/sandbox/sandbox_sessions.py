@@ -3,61 +3,53 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from agentrl.errors import ConfigError
-from agentrl.tools.sandbox import Limits, Result, Sandbox, Session, resolve
-from agentrl.tools.sandbox.tiers import MARK_ENV
+from agentrl.tools.sandbox import Limits, Result, Sandbox, Session
+from agentrl.tools.sandbox.tiers import MARK_ENV, failure_of
+
+__all__ = ["Open", "expect_lost", "failure_of", "marked", "ok", "opened", "run", "wait_for"]
 
 Open = Callable[..., Session]
-
-VARIANTS = {
-    "process": {"tier": "process"},
-    # As an ordinary user on an old kernel has it: nothing but limits and the supervisor.
-    "bare": {"tier": "process", "own_user": False, "landlock": False},
-    "bubblewrap": {"tier": "bubblewrap"},
-}
 QUICK = {"timeout": 3.0, "cpu_seconds": 3}
-
-
-def works(tier: str) -> bool:
-    try:
-        return resolve(tier) == tier
-    except ConfigError:
-        return False
+PLACES = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 @contextlib.contextmanager
-def opened(variant: str) -> Iterator[Open]:
+def opened(tier: str) -> Iterator[Open]:
     sessions: list[Session] = []
 
     def open_one(*, packages: bool = False, **limits: object) -> Session:
-        session = Session(Sandbox(**VARIANTS[variant], packages=packages, limits=Limits(**(QUICK | limits))))
+        session = Session(Sandbox(tier, packages=packages, limits=Limits(**(QUICK | limits))))
         sessions.append(session)
         return session
 
     yield open_one
-    marks = [session._mark for session in sessions if session._mark]
+    marks = [session.mark for session in sessions if session.mark]
     for session in sessions:
         session.close()
     for mark in marks:
-        assert wait_for(lambda mark=mark: not marked(mark)), marked(mark)
-        assert not [place for place in ("/tmp", "/var/tmp", "/dev/shm") if list(Path(place).glob(f"*{mark}*"))]
+        assert not marked(mark), "closing waits until all is gone"
+        assert not left(mark)
 
 
-def marked(mark: str) -> list[str]:
-    """Processes of a session, found by what they inherited."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if mark and f"{MARK_ENV}={mark}".encode() in Path(f"/proc/{name}/environ").read_bytes():
-                found.append(Path(f"/proc/{name}/stat").read_text())
-        except OSError:
-            continue
-    return [text for text in found if text.rpartition(")")[2].split()[0] not in "ZX"]
+def marked(mark: str) -> dict[int, str]:
+    """Name by id of each process of an interpreter that has a thread left, found by what they inherited."""
+    found = {}
+    wanted = f"{MARK_ENV}={mark}".encode()
+    for thread in Path("/proc").glob("[0-9]*/task/*"):
+        with contextlib.suppress(OSError):
+            if mark and wanted in (thread / "environ").read_bytes():
+                found[int(thread.parts[2])] = (thread / "comm").read_text().strip()
+    return found
+
+
+def left(mark: str) -> list[Path]:
+    """Folders of an interpreter."""
+    return [path for place in PLACES for path in Path(place).glob(f"*{mark}*")]
 
 
 def wait_for(what: Callable[[], bool], seconds: float = 10.0) -> bool:
@@ -69,6 +61,10 @@ def wait_for(what: Callable[[], bool], seconds: float = 10.0) -> bool:
     return True
 
 
+def run(session: Session, code: str) -> Result:
+    return session.run(textwrap.dedent(code))
+
+
 def ok(result: Result) -> str:
     assert (result.status, result.error) == ("ok", None), result
     return result.value if result.value is not None else result.output
@@ -77,10 +73,10 @@ def ok(result: Result) -> str:
 def expect_lost(session: Session, code: str, *statuses: str) -> Result:
     """Runs code that must end its interpreter; the next call must find a new and working one."""
     session.run("before = 1")
-    started = time.monotonic()
-    result = session.run(code)
+    mark = session.mark
+    result = run(session, code)
     assert result.status in statuses and result.lost, result
-    assert time.monotonic() - started < 15
+    assert not marked(mark) and not left(mark)
     assert "NameError" in session.run("before").error
     assert ok(session.run("import os\nlen(os.listdir('.'))")) == "0"
     return result

@@ -1,15 +1,17 @@
 """The interpreter that runs the model's code, kept over the calls of an episode.
 
-One file on its own: in a container it is handed to Python as text. It takes requests from descriptor 0 and
-answers on descriptor 1, and moves both away before any code runs, so that standard input is empty and standard
-output is the output pipe. Code that finds and writes to the moved descriptors breaks its own session and nothing
-else: whoever reads them trusts no word of it.
+One file on its own, handed to Python as text: inside a sandbox there are no files of ours. It takes requests from
+descriptor 0 and answers on descriptor 1, and moves both away before any code runs, so that standard input is empty and
+standard output is the output pipe. Code that finds and writes to the moved descriptors breaks its own session and
+nothing else: whoever reads them trusts no word of it.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -25,14 +27,15 @@ HIGH_FD = 100  # above what code opens, below its limit of open files
 FRAMES_SHOWN = 8
 SOURCES_KEPT = 64
 MESSAGE_CHARS = 1000
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 
 
-def main(settings: dict, guards: list[str]) -> None:
+def main(settings: dict) -> None:
     """Serves requests until the pipe closes; never returns.
 
     Args:
-        settings: ``cpu_seconds`` and ``max_output`` of a call; ``fence``: mark the end of a call's output.
-        guards: what confines this process, for the record.
+        settings: ``cpu_seconds`` and ``max_output`` of a call; ``limits``: by name of the kernel's limit, its value;
+            ``more_path``: folders to import from.
     """
     requests = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, HIGH_FD)
     replies = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, HIGH_FD)
@@ -40,19 +43,32 @@ def main(settings: dict, guards: list[str]) -> None:
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     os.close(nothing)
+    confine(settings["limits"])
     sys.dont_write_bytecode = True
     sys.argv = [""]
     sys.set_int_max_str_digits(0)  # long numbers are what code is asked for, and its time is limited anyway
-    sys.path += settings.get("more_path", ())
+    sys.path += settings["more_path"]
     if "" not in sys.path:
         sys.path.insert(0, "")  # modules that the code wrote
     interpreter = Interpreter(settings)
     try:
-        _send(replies, {"guards": guards})
+        _send(replies, {"ready": True})
         while (request := _receive(requests)) is not None:
             _send(replies, interpreter.run(request))
     finally:
         os._exit(70)  # whatever happened: nothing of this process runs on
+
+
+def confine(limits: dict[str, int]) -> None:
+    """What a process does to itself and all it will start, for good."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # no program, `sudo` for one, gives it rights
+    for name, most in limits.items():
+        what = getattr(resource, name)
+        _, ceiling = resource.getrlimit(what)
+        most = most if ceiling == resource.RLIM_INFINITY else min(most, ceiling)
+        resource.setrlimit(what, (most, most))
 
 
 class Interpreter:
@@ -61,8 +77,6 @@ class Interpreter:
     def __init__(self, settings: dict) -> None:
         self.max_output = settings["max_output"]
         self.cpu_seconds = settings["cpu_seconds"]
-        self.fence = settings.get("fence", False)
-        self.is_init = os.getpid() == 1  # the first process of a container, which has nobody above it
         self.pid = os.getpid()
         self.calls = 0
         self.sources: dict[str, list[str]] = {}
@@ -79,7 +93,7 @@ class Interpreter:
         sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
         sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
-        reply: dict = {}
+        reply: dict = {"ran": True}
         try:
             value = self._execute(request["code"])
             if value is not None:
@@ -93,19 +107,17 @@ class Interpreter:
         self._flush()
         if os.getpid() != self.pid:
             os._exit(0)  # a fork of the code came to the end of it: only the first process answers
-        if self.is_init:
-            _end_all_others()
-        if self.fence:
+        with contextlib.suppress(OSError):  # closed by the code
             os.write(2, request["fence"].encode())
         return reply
 
     def _limit_cpu(self) -> None:
-        """The kernel's own limit, moved on by what a call may use. Code can undo it; the supervisor counts too."""
+        """The kernel's limit, moved on by what a call may use. Code can undo it; wall time is kept outside."""
         used = int(time.process_time()) + 1
         _, most = resource.getrlimit(resource.RLIMIT_CPU)
         resource.setrlimit(resource.RLIMIT_CPU, (used + self.cpu_seconds, most))
         # The default does not end the first process of a container; leaving with this status means the same.
-        signal.signal(signal.SIGXCPU, _leave if self.is_init else signal.SIG_DFL)
+        signal.signal(signal.SIGXCPU, _leave if self.pid == 1 else signal.SIG_DFL)
 
     def _execute(self, code: str):
         name = f"<code {self.calls}>"
@@ -160,16 +172,6 @@ def _leave(signum: int, frame: object) -> None:
     os._exit(128 + signum)
 
 
-def _end_all_others() -> None:
-    """What the code left running in this container; there is no supervisor that sees it."""
-    try:
-        os.kill(-1, signal.SIGKILL)  # spares the caller, and in a container knows nobody outside of it
-        while os.waitpid(-1, 0)[0]:
-            pass
-    except (ProcessLookupError, PermissionError, ChildProcessError):
-        return
-
-
 def _send(fd: int, message: dict) -> None:
     body = json.dumps(message).encode("ascii")
     data = memoryview(struct.pack("!I", len(body)) + body)
@@ -196,4 +198,4 @@ def _read(fd: int, size: int) -> bytes | None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), [])
+    main(json.loads(sys.argv[1]))
