@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from agentrl.errors import ConfigError, DataError
-from agentrl.types import Group, Task
+from agentrl.types import Group, Task, replace
 
 _SEED_LIMIT = 2**31
 _HELD_OUT_ORDER = 20_230_923  # not the run's seed: two runs must be compared on the same held-out tasks
@@ -49,9 +52,21 @@ def check_split(splits: tuple[str, ...], split: str, env: str) -> None:
         raise ConfigError(f"Environment {env!r} has no split {split!r}; it has {', '.join(splits)}.")
 
 
-def _task(env: str, split: str, index: int, seed: int) -> Task:
-    options = {"split": split, "index": index}
-    return Task(task_id=f"{env_label(env)}/{split}/{index}", seed=seed, split=split, options=options, env=env)
+def _task(env: str, split: str, index: int, seed: tuple[str, int], own: str | None) -> Task:
+    """Task ``index`` of a split. One that has an id of its own has its seed by that, wherever it stands.
+
+    Args:
+        seed: Stream and seed of :func:`task_seed`.
+        own: Its id, see :meth:`agentrl.Env.id_of_task`.
+    """
+    number = index if own is None else int(hashlib.sha256(own.encode()).hexdigest()[:16], 16)
+    return Task(
+        task_id=f"{env_label(env)}/{split}/{index}" if own is None else own,
+        seed=task_seed(*seed, number),
+        split=split,
+        options={"split": split, "index": index},
+        env=env,
+    )
 
 
 def _drawn_task(env: str, split: str, seed: int) -> Task:
@@ -71,15 +86,25 @@ class TaskSource:
         num_tasks: Size of the split; None when tasks are drawn from a seed.
         split: Name of the split.
         seed: Seed of the order.
+        id_of_task: See :meth:`agentrl.Env.id_of_task`.
     """
 
-    def __init__(self, env: str, num_tasks: int | None, *, split: str = "train", seed: int = 0):
+    def __init__(
+        self,
+        env: str,
+        num_tasks: int | None,
+        *,
+        split: str = "train",
+        seed: int = 0,
+        id_of_task: Callable[[str, int], str | None] = lambda split, index: None,
+    ):
         if num_tasks is not None and num_tasks < 1:
             raise DataError(f"Environment {env!r} has no tasks in split {split!r}.")
         self.env = env
         self.num_tasks = num_tasks
         self.split = split
         self.seed = seed
+        self.id_of_task = id_of_task
         self.cursor = 0
         self._order: tuple[int, np.ndarray] | None = None
 
@@ -87,7 +112,7 @@ class TaskSource:
     def of_env(cls, spec: str, env: Any, *, split: str = "train", seed: int = 0) -> TaskSource:
         """The source over ``env``, an instance of what ``spec`` names. Raises ConfigError on an unknown split."""
         check_split(tuple(env.splits), split, spec)
-        return cls(spec, env.num_tasks(split), split=split, seed=seed)
+        return cls(spec, env.num_tasks(split), split=split, seed=seed, id_of_task=env.id_of_task)
 
     @property
     def epoch(self) -> int:
@@ -114,7 +139,7 @@ class TaskSource:
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, np.random.default_rng([self.seed, epoch]).permutation(self.num_tasks))
         index = int(self._order[1][place])
-        return _task(self.env, self.split, index, task_seed(self.split, self.seed, index))
+        return _task(self.env, self.split, index, (self.split, self.seed), self.id_of_task(self.split, index))
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-ready state; with it the rest of the order is determined."""
@@ -171,4 +196,11 @@ def held_out_tasks(spec: str, env: Any, *, split: str = "test", limit: int | Non
     chosen = range(available)
     if limit is not None and limit < available:
         chosen = sorted(np.random.default_rng(_HELD_OUT_ORDER).permutation(available)[:limit].tolist())
-    return [_task(spec, split, int(i), task_seed(f"held-out/{split}", 0, int(i))) for i in chosen]
+    own = env.id_of_task
+    tasks = [_task(spec, split, int(i), (f"held-out/{split}", 0), own(split, int(i))) for i in chosen]
+    seen: Counter[str] = Counter()
+    for place, task in enumerate(tasks):  # rows of equal content
+        seen[task.task_id] += 1
+        if seen[task.task_id] > 1:
+            tasks[place] = replace(task, task_id=f"{task.task_id}-{seen[task.task_id]}")
+    return tasks

@@ -102,6 +102,10 @@ class Env(gymnasium.Env[str, str]):
         """Number of tasks in ``split``; None when they are drawn without end from the seed."""
         return None
 
+    def id_of_task(self, split: str, index: int) -> str | None:
+        """What names task ``index`` of ``split`` wherever it stands in the list; None where its number does."""
+        return None
+
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Starts an episode.
 

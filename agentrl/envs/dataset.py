@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import json
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 Row = dict[str, Any]
 Source = str | os.PathLike[str] | Callable[..., Iterable[Any]]
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
 _lock = threading.RLock()
 
 
@@ -40,25 +43,35 @@ class Columns:
         answer: Column of the answer; None, or a column that no row has, for none.
         metadata: Column handed on as ``metadata``.
         keep: Further columns to keep where a record has them; None keeps all.
+
+    A column ``task_id`` is kept: it names the row in place of its hash.
     """
 
     prompt: str = "prompt"
     answer: str | None = "label"
     metadata: str | None = None
     keep: tuple[str, ...] | None = None
+    compared: bool = False
+    """Whether a reward compares with the answer, so that each row needs one: text, a number, or a list of them."""
 
     def selection(self) -> Selection | None:
         """Columns to read from a file; None for all."""
         if self.keep is None:
             return None
         needed = (self.prompt,) if self.metadata is None else (self.prompt, self.metadata)
-        return Selection(needed, self.keep if self.answer is None else (self.answer, *self.keep))
+        also = ("task_id", *self.keep)
+        return Selection(needed, also if self.answer is None else (self.answer, *also))
 
     def row(self, record: Record, where: object) -> Row:
         """The row of a record, without its id. Raises DataError that says where it stood."""
-        kept = record if self.keep is None else {name: record[name] for name in self.keep if name in record}
+        names = record if self.keep is None else (*self.keep, "task_id")
+        kept = {name: record[name] for name in names if name in record}
         row: Row = {**kept, "prompt": _prompt(record, self.prompt, where)}
         row["answer"] = None if self.answer is None else record.get(self.answer)
+        if self.compared:
+            _check_answer(row["answer"], self.answer, record, where)
+        if not isinstance(record.get("task_id", ""), (str, int)):
+            raise DataError(f"{where}: 'task_id' must be text or a number, got {record['task_id']!r:.60}.")
         if self.metadata is not None:
             if self.metadata not in record:
                 raise DataError(f"{where}: no key {self.metadata!r}; the row has {_keys(record)}.")
@@ -118,7 +131,8 @@ def load_tasks(
 
     Returns:
         Rows by split. A source that has splits keeps them. Any other has ``train``, ``test`` and ``all``. Each row
-        has ``prompt``, ``answer`` and ``task_id`` (16 hex digits of a hash of both; ``-2``, ``-3``, ... for copies).
+        has ``prompt``, ``answer`` and ``task_id`` (its own, else 16 hex digits of a hash of both; ``-2``, ``-3``, ...
+        for copies).
 
     Raises:
         DataError: The source is missing, empty or not readable, or a row is wrong: the text names file and line.
@@ -191,12 +205,17 @@ def collect(records: Iterable[tuple[str | None, str, Record]], columns: Columns,
     """
     rows: list[Row] = []
     digests, buckets, copies = [], [], {}
+    taken: dict[str, str] = {}
     parts: dict[str, tuple[int, int]] = {}
     for split, where, record in records:
         row = columns.row(record, where)
         digest, bucket = fingerprint(row)
         copies[digest] = copies.get(digest, 0) + 1
-        row["task_id"] = task_id(digest, copies[digest])
+        row["task_id"] = task_id(row, digest, copies[digest])
+        if taken.setdefault(row["task_id"], where) != where:
+            raise DataError(
+                f"{where}: the task_id {row['task_id']!r} is taken by {taken[row['task_id']]}; it names one task."
+            )
         rows.append(row)
         digests.append(digest)
         buckets.append(bucket)
@@ -215,9 +234,19 @@ def fingerprint(row: Row) -> tuple[int, int]:
     return int(content_hash([row["prompt"], row["answer"]]), 16), bucket
 
 
-def task_id(digest: int, copy: int) -> str:
-    """The id of the ``copy``-th row with this digest, counted from 1."""
+def task_id(row: Row, digest: int, copy: int) -> str:
+    """The row's own id, else that of the ``copy``-th row with this digest, counted from 1."""
+    if row.get("task_id") is not None:
+        return str(row["task_id"])
     return f"{digest:016x}" if copy == 1 else f"{digest:016x}-{copy}"
+
+
+def row_id(row: Any) -> str:
+    """What names a row wherever it stands: its ``task_id``, else the hash of prompt and answer."""
+    if isinstance(row, Mapping):
+        own = row.get("task_id")
+        return content_hash([row.get("prompt"), row.get("answer")]) if own is None else str(own)
+    return content_hash(list(row) if isinstance(row, tuple) and len(row) == 2 else [row, None])
 
 
 def content_hash(value: Any) -> str:
@@ -231,6 +260,8 @@ def _prompt(record: Record, key: str, where: object) -> Any:
         raise DataError(f"{where}: no key {key!r}; the row has {_keys(record)}. Set --input-key.")
     prompt = record[key]
     if isinstance(prompt, str):
+        if not prompt.strip():
+            raise DataError(f"{where}: the prompt {key!r} is empty.")
         return prompt
     if not isinstance(prompt, list) or not prompt:
         raise DataError(f"{where}: {key!r} must be text or a list of messages, got {type(prompt).__name__}.")
@@ -241,8 +272,25 @@ def _prompt(record: Record, key: str, where: object) -> Any:
             and isinstance(message.get("content"), str)
         ):
             raise DataError(f"{where}: a message needs 'role' and 'content' as text, got {message!r:.120}.")
+        if message["role"] not in ROLES:
+            raise DataError(f"{where}: unknown role {message['role']!r:.60}; expected one of {', '.join(ROLES)}.")
+    if prompt[-1]["role"] == "assistant":
+        raise DataError(f"{where}: the prompt ends with a turn of the assistant; the next turn is the model's.")
+    if not any(message["content"].strip() for message in prompt if message["role"] != "system"):
+        raise DataError(f"{where}: the prompt {key!r} is empty.")
     # Parquet and Arrow give all messages the same keys; what one has not is null there.
     return [{name: value for name, value in message.items() if value is not None} for message in prompt]
+
+
+def _check_answer(answer: Any, key: str | None, record: Record, where: object) -> None:
+    """Refuses an answer that nothing can equal. Raises DataError."""
+    given = answer if isinstance(answer, (list, tuple)) and answer else [answer]
+    if all(isinstance(one, (str, bool, int)) or (isinstance(one, float) and math.isfinite(one)) for one in given):
+        return
+    if key not in record:
+        raise DataError(f"{where}: no key {key!r}; the row has {_keys(record)}. Set --label-key.")
+    what = "text, a number or a list of them"
+    raise DataError(f"{where}: {key!r} is {answer!r:.120}; the reward compares with it, so {what} is expected.")
 
 
 def _keys(record: Record) -> str:

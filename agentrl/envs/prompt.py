@@ -59,17 +59,12 @@ class PromptEnv(ToolEnv):
         cache_dir: str | None = None,
     ) -> None:
         super().__init__()
-        columns = Columns(input_key, label_key, metadata_key, keep=("category",))
+        remote = reward == "remote_rm" and rm_url is not None
+        self.reward = rewards.RemoteReward(rm_url) if remote else rewards.resolve(reward)
+        columns = Columns(input_key, label_key, metadata_key, ("category",), rewards.compares(self.reward))
         loaded = open_rows(path, columns, seed=data_seed, streaming=streaming, workers=workers, cache_dir=cache_dir)
         if not apply_chat_template and loaded.chats:
             raise DataError(f"{path} has prompts in chat form: they need a chat template (apply_chat_template).")
-        remote = reward == "remote_rm" and rm_url is not None
-        self.reward = rewards.RemoteReward(rm_url) if remote else rewards.resolve(reward)
-        compares = next((name for name, function in rewards.BUILT_IN.items() if function is self.reward), None)
-        if compares and not loaded.answered:
-            raise DataError(
-                f"{path} has no column {label_key!r}, which the reward {compares!r} compares with. Set --label-key."
-            )
         self.tasks = split_rows(loaded, test_fraction)
         self.splits = tuple(self.tasks)
         self.apply_chat_template = apply_chat_template

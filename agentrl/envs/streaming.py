@@ -41,6 +41,9 @@ _PARTIAL = re.compile(r"\.[0-9a-f]{32}-\d+-\w+\.partial")
 class StreamedRows(Sequence[Row]):
     """Rows of an index, all or some of them. Reading one is thread-safe."""
 
+    listed = True
+    """They are rows that somebody wrote down, so content names them, not their number."""
+
     def __init__(self, index: TaskIndex, numbers: np.ndarray | range) -> None:
         self._index = index
         self._numbers = numbers
@@ -120,7 +123,7 @@ class TaskIndex:
         digest = int(entry["digest"])
         if fingerprint(row)[0] != digest:
             raise _changed(shard)
-        row["task_id"] = task_id(digest, int(entry["copy"]))
+        row["task_id"] = task_id(row, digest, int(entry["copy"]))
         return row
 
     def _line(self, shard: Shard, entry: Any) -> Record:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from agentrl.envs.core import Env, require_number
-from agentrl.envs.dataset import content_hash
+from agentrl.envs.dataset import content_hash, row_id
 from agentrl.envs.judging import check_reward, is_success, reward_of
 from agentrl.envs.tool_tasks import task_index, task_row
 from agentrl.errors import ConfigError
@@ -169,6 +169,12 @@ class ToolEnv(Env):
         """Number of rows in ``tasks[split]``; None when :meth:`task` makes them."""
         return None if self.tasks is None else len(self.tasks.get(split, ()))
 
+    def id_of_task(self, split: str, index: int) -> str | None:
+        """Of a listed row its ``task_id``, else the hash of its content; None for rows that are made by number."""
+        rows = self.tasks[split] if self.tasks is not None else None
+        listed = isinstance(rows, (list, tuple)) or getattr(rows, "listed", False)
+        return row_id(rows[index]) if listed else None
+
     def make_tools(self) -> list[Tool]:
         """The tools of one episode: fresh copies of ``tools``, then the methods marked as tools."""
         tools = [_as_tool(entry).for_episode(self) for entry in self.tools]
@@ -200,7 +206,8 @@ class ToolEnv(Env):
         self._calls: list[dict[str, Any]] = []
         self._total = 0.0
         messages = self.first_messages(self.row)
-        info: dict[str, Any] = {"task_id": str(self.row.get("task_id", f"{split}/{index}")), "messages": messages}
+        named = self.row.get("task_id") or (self.id_of_task(split, index) if given is None else None)
+        info: dict[str, Any] = {"task_id": str(named or f"{split}/{index}"), "messages": messages}
         if self.row.get("category") is not None:  # null in a table, where other rows have one
             info["category"] = str(self.row["category"])
         if self._tools and self._parser.structured:

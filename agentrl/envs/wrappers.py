@@ -20,6 +20,7 @@ import numpy as np
 
 from agentrl.envs.agents import acting_agent, shares_of
 from agentrl.envs.core import Env
+from agentrl.envs.dataset import row_id
 from agentrl.envs.task_list import read_task_list
 from agentrl.envs.tool_env import ToolEnv
 from agentrl.envs.wrapper import Start, Transition, Wrapper
@@ -353,6 +354,11 @@ class FixedTasks(Wrapper):
     def num_tasks(self, split: str) -> int:
         """Number of tasks in ``split``."""
         return len(self._tasks.get(split, ()))
+
+    def id_of_task(self, split: str, index: int) -> str | None:
+        """The ``task_id`` of a task, of one with a prompt else the hash of its content; None for others."""
+        task = self._tasks[split][index]
+        return row_id(task) if "prompt" in task or "task_id" in task else None
 
     async def areset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
         split = (options or {}).get("split", self.splits[0])

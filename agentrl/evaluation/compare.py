@@ -13,13 +13,14 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
 from agentrl.errors import DataError
 from agentrl.evaluation.metrics import Z95, by_episode, is_error, solved, t95
-from agentrl.evaluation.record import content
+from agentrl.evaluation.record import PROMPT_ENV, content, task_key
 from agentrl.evaluation.results import EvalResult
 from agentrl.types import Task, Trajectory
 
@@ -105,12 +106,16 @@ def _compare_set(name: str, a: EvalResult, b: EvalResult, intersect: bool, force
     tasks_a, tasks_b = _tasks(a.sets[name]), _tasks(b.sets[name])
     left_out = _unmatched(name, a, b, tasks_a, tasks_b, intersect)
     common = [task for task in tasks_a if task in tasks_b]
-    changed = [t for t in common if _key(tasks_a[t]) != _key(tasks_b[t])]
-    if changed:
-        text = f"{name}: {len(changed)} tasks have the same id but another seed or options ({_examples(changed)})"
-        if not force:
-            raise DataError(f"{text}: their content has changed. --force compares them all the same.")
-        notes.append(text)
+    prompts_a, prompts_b = (_prompts(result.sets[name]) for result in (a, b))
+    for what, changed in (
+        ("another seed or options", [t for t in common if task_key(tasks_a[t]) != task_key(tasks_b[t])]),
+        ("another prompt", [t for t in common if prompts_a.get(t, 0) != prompts_b.get(t, 0)]),
+    ):
+        if changed:
+            text = f"{name}: {len(changed)} tasks have the same id but {what} ({_examples(changed)})"
+            if not force:
+                raise DataError(f"{text}: their content has changed. --force compares them all the same.")
+            notes.append(text)
     scores = [_Scores(result.sets[name]) for result in (a, b)]
     paired = [task for task in common if all(s.success[task] for s in scores)]
     unscored = [task for task in common if task not in set(paired)]
@@ -157,8 +162,14 @@ def _tasks(trajectories: Sequence[Trajectory]) -> dict[str, Task]:
     return {t.task.task_id: t.task for t in trajectories}
 
 
-def _key(task: Task) -> tuple[Any, ...]:
-    return task.seed, task.split, task.options
+def _prompts(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, Any]]:
+    """Task -> agent -> what it was asked: the messages before its first turn."""
+    asked: dict[str, dict[str, Any]] = defaultdict(dict)
+    for trajectory in trajectories:
+        messages = list(takewhile(lambda m: m.get("role") != "assistant", trajectory.messages))
+        if messages:  # an episode that failed in its reset has none
+            asked[trajectory.task.task_id].setdefault(trajectory.agent, messages)
+    return asked
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -196,6 +207,9 @@ def _check_content(name: str, a: EvalResult, b: EvalResult, force: bool) -> list
     of_set = [content(described) for described in of_set]
     changed = [key for key in _CONTENT if of_set[0].get(key) != of_set[1].get(key)]
     notes = []
+    if "data_digest" in changed and all(described.get("env") == PROMPT_ENV for described in of_set):
+        changed.remove("data_digest")  # rows are known by their own ids, and what was asked is compared
+        notes.append("the data files differ; tasks are paired by id, and their prompts are the same")
     if changed:
         listed = "; ".join(_difference(key, of_set[0].get(key), of_set[1].get(key)) for key in changed)
         if not force:

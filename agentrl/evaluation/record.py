@@ -65,11 +65,16 @@ def _of_set(held_out: HeldOutSet) -> dict[str, Any]:
 
 
 def task_digest(tasks: Iterable[Task]) -> str:
-    """Digest of the list of tasks: their ids, seeds and options."""
+    """Digest of the list of tasks: their ids, seeds and options, not where they stand in their split."""
     digest = hashlib.sha256()
     for task in tasks:
-        digest.update(json.dumps([task.task_id, task.seed, task.split, task.options], default=repr).encode() + b"\n")
+        digest.update(json.dumps([task.task_id, *task_key(task)], default=repr).encode() + b"\n")
     return f"sha256:{digest.hexdigest()}"
+
+
+def task_key(task: Task) -> tuple[Any, ...]:
+    """What a task of one id must have in common wherever it is evaluated. Its number may differ."""
+    return task.seed, task.split, {name: value for name, value in task.options.items() if name != "index"}
 
 
 def code_digest(held_out: HeldOutSet) -> str:
@@ -99,7 +104,7 @@ def data_digest(values: dict[str, Any]) -> str | None:
     files = list(dict.fromkeys(_named(values)))
     for file in files:
         size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}\0".encode())
+        digest.update(f"{size}\0".encode())
         with file.open("rb") as stream:
             digest.update(stream.read(max(SAMPLE // len(files), LEAST_SAMPLE)))
     return f"sha256:{digest.hexdigest()}" if files else None
@@ -133,10 +138,10 @@ HOW_IT_IS_READ = ("streaming", "workers", "cache_dir")
 
 
 def content(of_set: dict[str, Any]) -> dict[str, Any]:
-    """What a set's description says about its content."""
+    """What a set's description says about its content. Where task data lies is no part of it."""
     if of_set.get("env") != PROMPT_ENV:
         return of_set
-    arguments = {k: v for k, v in of_set.get("env_args", {}).items() if k not in HOW_IT_IS_READ}
+    arguments = {k: v for k, v in of_set.get("env_args", {}).items() if k not in ("path", *HOW_IT_IS_READ)}
     return {**of_set, "env_args": arguments}
 
 

@@ -11,7 +11,7 @@ OpenAI-compatible server (:class:`Judge`).
 
 from agentrl.rewards.batched import BatchedReward, RewardItem
 from agentrl.rewards.choice import gpqa
-from agentrl.rewards.combine import BUILT_IN, RewardFunction, RewardSet, load, resolve
+from agentrl.rewards.combine import BUILT_IN, RewardFunction, RewardSet, compares, load, resolve
 from agentrl.rewards.judge import Judge
 from agentrl.rewards.mathematics import boxed, dapo, deepscaler, last_number, math_answer
 from agentrl.rewards.remote import RemoteReward
@@ -26,6 +26,7 @@ __all__ = [
     "RewardItem",
     "RewardSet",
     "boxed",
+    "compares",
     "dapo",
     "deepscaler",
     "exact_match",

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentrl.errors import EnvError
 from agentrl.rewards.text import normalize_answer
 
 LETTERS = "ABCDEFGHIJ"
@@ -31,6 +32,8 @@ def gpqa(text: str, answer: Any, row: Mapping[str, Any] | None = None) -> float:
     choices = [str(choice) for choice in (choices.values() if isinstance(choices, Mapping) else choices)]
     letters = LETTERS[: len(choices)] or LETTERS
     right = _right_letter(metadata.get("correct_letter", answer), letters, choices)
+    if right is None and answer is None:
+        raise EnvError("the task has neither an answer nor metadata['correct_letter'].")
     given = [letter for pattern in (_ALONE, _SAID) for letter in pattern.findall(text) if letter in letters]
     if given and right is not None:
         return float(given[-1] == right)

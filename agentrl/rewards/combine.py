@@ -83,6 +83,15 @@ def resolve(rewards: Any) -> Any:
     return _find(rewards)
 
 
+def compares(resolved: Any) -> bool:
+    """Whether a reward of :func:`resolve` compares with the answer alone, so that every task needs one."""
+    if _is_pair(resolved):
+        return compares(resolved[1])
+    if isinstance(resolved, (list, tuple)):
+        return any(map(compares, resolved))
+    return any(resolved is BUILT_IN[name] for name in BUILT_IN if name != "gpqa")  # it may find the letter elsewhere
+
+
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 

@@ -118,7 +118,7 @@ def test_the_environment_is_the_same(tmp_path):
             one, other = (env.reset(options={"split": split, "index": index}) for env in envs)
             assert one == other
     assert envs[1].step("1")[1] == envs[0].step("1")[1]
-    with pytest.raises(DataError, match="no column 'gold', which the reward 'f1'"):
+    with pytest.raises(DataError, match=":1: no key 'gold'; the row has .* Set --label-key"):
         PromptEnv(str(path), label_key="gold", reward="f1", streaming=True)
 
 

@@ -11,7 +11,7 @@ from agentrl.errors import ConfigError, DataError
 
 def env(**sizes):
     """An environment with these splits and sizes, as far as a task source looks at it."""
-    fake = types.SimpleNamespace(splits=tuple(sizes), num_tasks=lambda split: sizes[split])
+    fake = types.SimpleNamespace(splits=tuple(sizes), num_tasks=lambda split: sizes[split], id_of_task=lambda *_: None)
     fake.unwrapped = fake
     return fake
 

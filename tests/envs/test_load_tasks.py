@@ -214,7 +214,8 @@ def test_what_is_not_task_data_is_refused(tmp_path):
 
 # -- splits ----------------------------------------------------------------------------------------
 
-SOME_ROWS = st.lists(st.tuples(st.text(max_size=4), st.text(max_size=2)), min_size=1, max_size=40)
+PROMPTS = st.text(max_size=4).filter(str.strip)
+SOME_ROWS = st.lists(st.tuples(PROMPTS, st.text(max_size=2)), min_size=1, max_size=40)
 
 
 def split(pairs, fraction):

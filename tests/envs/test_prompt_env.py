@@ -125,7 +125,7 @@ def test_other_bad_files(tmp_path):
         load_tasks(tmp_path / "empty.jsonl")
     with pytest.raises(DataError, match="there is no data file"):
         load_tasks(tmp_path / "missing.jsonl")
-    with pytest.raises(DataError, match="no column 'answer', which the reward 'f1' compares with"):
+    with pytest.raises(DataError, match=":1: no key 'answer'; the row has .* Set --label-key"):
         path = write(tmp_path / "q.jsonl", {"prompt": "a", "label": "b"})
         agentrl.make(SPEC, path=path, label_key="answer", reward="f1")
     with pytest.raises(DataError, match="need a chat template"):

@@ -54,9 +54,9 @@ def test_what_names_no_data_has_no_digest(tmp_path):
 
 def test_how_data_is_read_may_change():
     def described(env, **args):
-        return {"sets": {"sums": {"env": env, "env_args": {"path": "p", **args}}}}
+        return {"sets": {"sums": {"env": env, "env_args": {"reward": "f1", **args}}}}
 
-    read_otherwise = described(PROMPT_ENV, streaming=True, workers=4, cache_dir="c")
+    read_otherwise = described(PROMPT_ENV, path="moved", streaming=True, workers=4, cache_dir="c")
     refuse_other(described(PROMPT_ENV), read_otherwise, "out")
     assert content(read_otherwise["sets"]["sums"]) == described(PROMPT_ENV)["sets"]["sums"]
     with pytest.raises(ConfigError, match="env_args/workers: was None, is 4"):

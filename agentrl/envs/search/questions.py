@@ -60,9 +60,10 @@ def load_questions(path: str) -> tuple[Row, ...]:
         except ValueError as error:
             raise DataError(f"{source}:{number}: {error}") from error
         origin = record.get("data_source") or source.stem
-        task_id = f"{source.stem}/{number}"
+        ids = [record[key] for key in ("task_id", "id") if isinstance(record.get(key), (str, int))]
+        own = {"task_id": str(ids[0])} if ids else {}
         kind = {"data_source": str(origin), "category": str(origin)}
-        rows.append({"prompt": question, "answer": answers, "task_id": task_id, **kind})
+        rows.append({"prompt": question, "answer": answers, **own, **kind})
     if not rows:
         raise DataError(f"{source}: no question in the file; expected one JSON object a line")
     return tuple(rows)
