@@ -14,7 +14,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from agentrl.tools.threads import run_blocking, run_coroutine
+from agentrl.tools.event_loop import attend, ours
+from agentrl.tools.threads import own_thread, run_blocking, run_coroutine
 
 Function = Callable[..., Any]
 
@@ -46,7 +47,7 @@ def complete_pair(cls: type, blocking_name: str, async_name: str) -> None:
     if depth < async_depth:
         asynchronous = _async_from_blocking(blocking)
     elif async_depth < depth:
-        blocking = _blocking_from_async(asynchronous)
+        blocking = _blocking_from_async(_attended(asynchronous))
     setattr(cls, blocking_name, _guard_blocking(blocking, blocking_name))
     setattr(cls, async_name, _guard_async(asynchronous, blocking_name))
 
@@ -89,7 +90,35 @@ def _most_derived(cls: type, name: str) -> tuple[int, Function]:
 def _async_from_blocking(function: Function) -> Function:
     @functools.wraps(function)
     async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return await run_blocking(function, self, *args, **kwargs)
+        inside = self.unwrapped
+        # A wrapper waits for what is inside, which may need its thread for tools.
+        blocking = self is inside or hasattr(
+            written(getattr(type(inside), f"a{function.__name__}", None)), "_made_async"
+        )
+        run = own_thread(inside).run if blocking else run_blocking
+        return await run(function, self, *args, **kwargs)
+
+    call._made_async = True  # type: ignore[attr-defined]
+    return call
+
+
+def _attended(function: Function) -> Function:
+    """An author's coroutine function, which moves to a thread if it blocks; ours as they are."""
+    if ours(function) or hasattr(function, "_made_async"):
+        return function
+
+    @functools.wraps(function)
+    async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cls = type(self)
+        return await attend(
+            f"{cls.__name__}.{function.__name__}",
+            function,
+            self,
+            *args,
+            owner=self.unwrapped,
+            key=f"{cls.__module__}.{cls.__qualname__}",
+            **kwargs,
+        )
 
     return call
 
@@ -124,6 +153,7 @@ def _guard_blocking(function: Function, name: str) -> Function:
 
 def _guard_async(function: Function, name: str) -> Function:
     before, after = f"_before_{name}", f"_after_{name}"
+    attended = _attended(function)
 
     @functools.wraps(function)
     async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +164,7 @@ def _guard_async(function: Function, name: str) -> Function:
         try:
             if getattr(self, before)(*args, **kwargs) is SKIP:
                 return None
-            return getattr(self, after)(await function(self, *args, **kwargs))
+            return getattr(self, after)(await attended(self, *args, **kwargs))
         finally:
             _running.reset(token)
 

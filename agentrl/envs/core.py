@@ -18,7 +18,7 @@ from agentrl.envs.authoring import PAIRS, SKIP, complete_pair, taking_settings, 
 from agentrl.envs.spaces import Unicode
 from agentrl.errors import ConfigError, EnvError
 from agentrl.rewards.number import checked_reward
-from agentrl.tools.threads import run_blocking
+from agentrl.tools.threads import release_thread, run_blocking
 from agentrl.types import Message, StopReason
 
 _SPACE = Unicode()
@@ -239,7 +239,7 @@ class Env(gymnasium.Env[str, str]):
         return None
 
     def _after_close(self, result: Any) -> None:
-        return None
+        release_thread(self)
 
 
 for _pair in PAIRS:

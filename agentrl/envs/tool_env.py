@@ -21,7 +21,7 @@ from agentrl.rewards import RewardSet
 from agentrl.rewards.number import checked_reward
 from agentrl.shared_keys import SharedKeys
 from agentrl.tools.base import FunctionTool, Tool, ToolErrorType, ToolResult
-from agentrl.tools.execution import close_tools, run_calls
+from agentrl.tools.execution import close_tools, run_calls, start_tools
 from agentrl.tools.parsers import NoneParser, Parsed, Parser, clean_text, get_parser
 from agentrl.types import Message, ToolCall
 
@@ -110,6 +110,7 @@ class ToolEnv(Env):
     )
 
     _open_tools: Sequence[Tool] = ()
+    _unstarted: list[Tool]
 
     row: dict[str, Any]
     """The task at hand: ``prompt``, ``answer`` and whatever else the author put there."""
@@ -177,8 +178,17 @@ class ToolEnv(Env):
 
     def make_tools(self) -> list[Tool]:
         """The tools of one episode: fresh copies of ``tools``, then the methods marked as tools."""
-        tools = [_as_tool(entry).for_episode(self) for entry in self.tools]
+        tools = [self._own(entry) for entry in self.tools]
         return tools + [method.bind(self) for method in _method_tools(type(self))]
+
+    def _own(self, entry: Any) -> Tool:
+        """The instance of an entry of ``tools`` for this episode; :meth:`areset` starts it, if nothing has."""
+        tool = _as_tool(entry)
+        if tool.shared or type(tool).for_episode is not Tool.for_episode:
+            return tool.for_episode(self)
+        tool = tool if inspect.isclass(entry) else tool.copied()
+        self._unstarted.append(tool)
+        return tool
 
     def first_messages(self, row: dict[str, Any]) -> list[Message]:
         """The conversation an episode starts with: ``system_prompt``, then the row's prompt."""
@@ -198,8 +208,10 @@ class ToolEnv(Env):
         given = (options or {}).get("row")
         index = task_index(self, split, options) if given is None else content_hash(given)
         self.row = await task_row(self, split, index, given)
+        self._unstarted = []
         self._tools = self._by_name(self.make_tools())
         self._open_tools = list(self._tools.values())
+        await start_tools(self._unstarted, self)
         schemas = [tool.schema() for tool in self._open_tools]
         self._parser = self._choose_parser().with_tools(schemas)
         self._turns: list[str] = []

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agentrl.errors import ConfigError, EnvError
-from agentrl.tools.threads import run_blocking
+from agentrl.tools.event_loop import attend
+from agentrl.tools.threads import own_thread
 
 if TYPE_CHECKING:
     from agentrl.envs.tool_env import ToolEnv
@@ -56,8 +57,10 @@ async def task_row(env: ToolEnv, split: str, index: int | str, given: Any) -> di
         made = env.tasks[split][index]
     else:
         rng = np.random.default_rng([zlib.crc32(split.encode()), index])
-        written_async = inspect.iscoroutinefunction(env.task)
-        made = await (env.task(rng, split) if written_async else run_blocking(env.task, rng, split))
+        if inspect.iscoroutinefunction(env.task):
+            made = await attend(f"{type(env).__name__}.task", env.task, rng, split, owner=env)
+        else:
+            made = await own_thread(env).run(env.task, rng, split)
     if isinstance(made, str):
         made = {"prompt": made}
     elif isinstance(made, tuple) and len(made) == 2:

@@ -40,9 +40,8 @@ from agentrl.evaluation.results import SUMMARY, TRAJECTORIES, EvalResult, load
 from agentrl.progress import Progress, shown
 from agentrl.rewards import load as load_reward
 from agentrl.rewards.number import checked_reward
-from agentrl.rollout.episode import describe
+from agentrl.rollout.env_calls import describe, entry_point
 from agentrl.rollout.setup import make_env
-from agentrl.tools.threads import run_blocking
 from agentrl.types import Message, Outcome, StopReason, Trajectory, replace
 
 CATEGORIES_OF_ERRORS = 60
@@ -205,19 +204,11 @@ async def rescored(env: Any, trajectory: Trajectory) -> Trajectory:
     call_format = getattr(env.unwrapped, "call_format", "none")
     if call_format != "none" and not call_format.startswith("tags"):
         env.unwrapped.call_format = "hermes"  # in which the record's calls are given back
-    observation, info = await _call(env, "reset", seed=trajectory.task.seed, options=options)
+    observation, info = await entry_point(env, "reset")(seed=trajectory.task.seed, options=options)
     opening = info.get("messages") or [Message(role="user", content=observation)]
     if env is env.unwrapped and isinstance(env, ToolEnv) and not _takes_turns_itself(env):
         return await _judged(env, trajectory)
     return await _replayed(env, trajectory, opening)
-
-
-async def _call(env: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """The async entry point of an environment, or the blocking one in a thread."""
-    entry = getattr(env, f"a{name}", None)
-    if entry is not None:
-        return await entry(*args, **kwargs)
-    return await run_blocking(getattr(env, name), *args, **kwargs)
 
 
 def _takes_turns_itself(env: ToolEnv) -> bool:
@@ -263,7 +254,7 @@ async def _replayed(env: Any, trajectory: Trajectory, opening: Sequence[Message]
     for text in turn_texts(trajectory):
         if over:
             raise NotRescored("its environment ends the episode earlier now")
-        observation, reward, terminated, truncated, step = await _call(env, "step", text)
+        observation, reward, terminated, truncated, step = await entry_point(env, "step")(text)
         rewards.append(checked_reward(reward, "the reward of a step"))
         _add(parts, step.get("rewards") or {})
         success = bool(step["success"]) if step.get("success") is not None else success
@@ -317,4 +308,4 @@ def _text(message: Mapping[str, Any]) -> str:
 
 async def _close(env: Any) -> None:
     with contextlib.suppress(Exception):  # user code, of an environment that is of no more use
-        await _call(env, "close")
+        await entry_point(env, "close")()

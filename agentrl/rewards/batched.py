@@ -12,6 +12,7 @@ from typing import Any
 
 from agentrl.errors import AgentRLError, ConfigError, EnvError
 from agentrl.rewards.shared import SharedReward
+from agentrl.tools.event_loop import attend
 from agentrl.tools.threads import run_blocking
 
 
@@ -153,7 +154,10 @@ class BatchedReward(SharedReward):
 
     async def _scores(self, items: list[RewardItem]) -> list[Any]:
         score = self.score
-        pending = score(items) if inspect.iscoroutinefunction(score) else run_blocking(self._alone, score, items)
+        if inspect.iscoroutinefunction(score):
+            pending = attend(f"{type(self).__name__}.score", score, items)
+        else:
+            pending = run_blocking(self._alone, score, items)
         try:
             made = await asyncio.wait_for(pending, self.timeout)
         except TimeoutError:

@@ -14,7 +14,8 @@ from agentrl.rewards.choice import gpqa
 from agentrl.rewards.mathematics import dapo, deepscaler, math_answer
 from agentrl.rewards.number import checked_reward
 from agentrl.rewards.text import exact_match, f1
-from agentrl.tools.threads import run_blocking
+from agentrl.tools.event_loop import attend, ours
+from agentrl.tools.threads import has_thread, own_thread, run_blocking
 
 RewardFunction = Callable[..., Any]
 
@@ -182,6 +183,10 @@ async def _call(function: RewardFunction, text: str, answer: Any, named: dict[st
     arguments = (text, answer) if len(free) > 1 or any(p.kind is p.VAR_POSITIONAL for p in free) else (text,)
     keywords = {k: v for k, v in named.items() if everything or k in names}
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        return await function(*arguments, **keywords)
-    value = await run_blocking(function, *arguments, **keywords)
+        if ours(function if hasattr(function, "__name__") else type(function).__call__):
+            return await function(*arguments, **keywords)
+        return await attend(f"the reward {_name(function)!r}", function, *arguments, **keywords)
+    of = getattr(function, "__self__", None)  # a method of an environment, which may use what its task opened
+    run = own_thread(of).run if of is not None and has_thread(of) else run_blocking
+    value = await run(function, *arguments, **keywords)
     return await value if inspect.isawaitable(value) else value

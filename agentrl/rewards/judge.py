@@ -155,7 +155,7 @@ class Judge(SharedReward):
         replies = await self._cache()
         if replies is not None:
             reply = await run_blocking(replies.get, key)
-            score = None if reply is None else self._read(reply)
+            score = None if reply is None else await self._read(reply)
             if score is not None:
                 return score
         asking = self._connection().asking
@@ -225,7 +225,7 @@ class Judge(SharedReward):
                     continue
                 except ConfigError as error:
                     raise ConfigError(self._said(error)) from error
-            score = self._read(reply.content)
+            score = await self._read(reply.content)
             if score is not None:
                 if self._replies is not None:
                     await run_blocking(self._replies.put, key, reply.content)
@@ -237,10 +237,10 @@ class Judge(SharedReward):
             return self.unparsable
         raise InfraError(trouble)
 
-    def _read(self, reply: str) -> Any:
+    async def _read(self, reply: str) -> Any:
         if callable(self.parse):
             try:
-                return self.parse(reply)
+                return await run_blocking(self.parse, reply)
             except (ValueError, LookupError):  # such as JSON that is none, or lacks a key
                 return None
         return read_score(reply, self.parse, self.scale)

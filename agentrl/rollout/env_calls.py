@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from agentrl.tools.threads import run_blocking
+from agentrl.tools.threads import own_thread
 
 
 def describe(error: BaseException, frames: int = 3) -> str:
@@ -20,12 +20,12 @@ def describe(error: BaseException, frames: int = 3) -> str:
 
 
 def entry_point(env: Any, name: str) -> Callable[..., Awaitable[Any]]:
-    """``env.areset`` or ``env.astep``; of an environment without it the blocking one, in a thread."""
+    """``env.areset`` or ``env.astep``; of an environment without it the blocking one, always in the same thread."""
     coroutine_function = getattr(env, f"a{name}", None)
     if coroutine_function is not None:
         return coroutine_function
 
     def in_thread(*args: Any, **kwargs: Any) -> Awaitable[Any]:
-        return run_blocking(getattr(env, name), *args, **kwargs)
+        return own_thread(getattr(env, "unwrapped", env)).run(getattr(env, name), *args, **kwargs)
 
     return in_thread

@@ -20,6 +20,7 @@ from agentrl.rollout.client import PolicyClient
 from agentrl.rollout.conversation import Conversation, EpisodeEnd, EpisodeLimits, Turn
 from agentrl.rollout.env_calls import describe, entry_point
 from agentrl.rollout.generate_hook import GenerateContext, GenerateFunction
+from agentrl.tools.event_loop import attend
 from agentrl.tools.parsers import get_parser
 from agentrl.tools.threads import contained
 from agentrl.types import Message, Outcome, SamplingParams, StopReason, Task, Trajectory
@@ -202,7 +203,7 @@ class Episode:
         clock = asyncio.timeout(self.limits.timeout_s)
         try:
             async with clock:
-                returned = await contained(generate(context))
+                returned = await contained(attend("the custom generate function", generate, context, movable=False))
         except TimeoutError:
             if clock.expired():
                 raise EpisodeEnd(StopReason.TIMEOUT) from None

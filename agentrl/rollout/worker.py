@@ -21,7 +21,7 @@ from agentrl.rollout.episode import describe, play_episode
 from agentrl.rollout.garbage import SELDOM
 from agentrl.rollout.generate_hook import GenerateFunction, load_generate_function
 from agentrl.rollout.sampling import checked
-from agentrl.tools.threads import run_blocking
+from agentrl.tools.threads import OwnThread, belongs_to, own_thread, release_thread
 from agentrl.types import Group, Outcome, SamplingParams, StopReason, Task, Trajectory
 
 log = logging.getLogger(__name__)
@@ -181,7 +181,9 @@ class EpisodeRunner:
 
     async def _new_env(self) -> Any:
         async with asyncio.timeout(_MAKE_SECONDS):
-            env = await run_blocking(self._make_env)
+            thread = OwnThread()  # that of its turns: a constructor may open what is bound to a thread
+            env = await thread.run(self._make_env)
+        belongs_to(getattr(env, "unwrapped", env), thread)
         self.counters.envs_made += 1
         return env
 
@@ -193,9 +195,11 @@ class EpisodeRunner:
                 if close is not None:
                     await close()
                 elif blocking_close is not None:
-                    await run_blocking(blocking_close)
+                    await own_thread(getattr(env, "unwrapped", env)).run(blocking_close)
         except Exception as error:  # user code
             log.warning("closing %s: %s", type(env).__name__, describe(error))
+        finally:
+            release_thread(getattr(env, "unwrapped", env))
 
 
 class LoopLag:

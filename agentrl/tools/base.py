@@ -143,15 +143,19 @@ class Tool:
         """The instance that serves one episode of ``env``."""
         if self.shared:
             return self
-        try:
-            tool = copy.deepcopy(self)
-        except TypeError as error:
-            raise TypeError(
-                f"Tool {self.name!r} cannot be copied for an episode ({error}). Set `shared = True` if all "
-                "episodes may use one instance, or list the class instead of an instance."
-            ) from error
+        tool = self.copied()
         tool.start(env)
         return tool
+
+    def copied(self) -> Tool:
+        """A copy that shares nothing with this instance."""
+        try:
+            return copy.deepcopy(self)
+        except TypeError as error:
+            raise TypeError(
+                f"Tool {self.name!r} cannot be copied for an episode ({error}). Open what it holds in `start(env)`, "
+                "not in `__init__`; or set `shared = True` if all episodes may use one instance."
+            ) from error
 
     @property
     def runs_in_parallel(self) -> bool:

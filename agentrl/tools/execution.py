@@ -16,9 +16,18 @@ import numpy as np
 
 from agentrl.errors import EnvError, InfraError
 from agentrl.tools.base import FunctionTool, Tool, ToolError, ToolErrorType, ToolResult
+from agentrl.tools.event_loop import HeldTooLong, attend, ours
 from agentrl.tools.parsers import clean_text
 from agentrl.tools.redaction import redact
-from agentrl.tools.threads import MAX_THREADS, contained, ordinary, run_blocking
+from agentrl.tools.threads import (
+    MAX_THREADS,
+    contained,
+    has_thread,
+    ordinary,
+    own_thread,
+    release_thread,
+    run_blocking,
+)
 from agentrl.tools.validation import validate
 from agentrl.types import ToolCall
 
@@ -110,6 +119,15 @@ async def run_call(call: ToolCall, tools: Mapping[str, Tool], *, timeout: float)
     return result
 
 
+async def start_tools(tools: Iterable[Tool], env: Any) -> None:
+    """Starts the tools of an episode, one after another, each in the thread in which its calls will run."""
+    for tool in tools:
+        if _has_own_thread(tool):
+            await own_thread(tool.owner).run(tool.start, env)
+        else:
+            tool.start(env)
+
+
 async def close_tools(tools: Iterable[Tool], *, timeout: float = 10.0) -> None:
     """Closes the tools of an episode that is over, side by side. Shared ones are left alone.
 
@@ -119,9 +137,14 @@ async def close_tools(tools: Iterable[Tool], *, timeout: float = 10.0) -> None:
         tools: As :meth:`Tool.for_episode` gave them; an environment calls this once for each episode.
         timeout: Seconds in which all of them must be closed; one that hangs is left behind.
     """
-    owned = [tool for tool in tools if not tool.shared and type(tool).close is not Tool.close]
-    if owned:
-        await asyncio.gather(*(_close(tool, timeout) for tool in owned))
+    own = [tool for tool in tools if not tool.shared]
+    closing = [tool for tool in own if type(tool).close is not Tool.close]
+    try:
+        if closing:
+            await asyncio.gather(*(_close(tool, timeout) for tool in closing))
+    finally:
+        for tool in own:
+            release_thread(tool.owner)
 
 
 async def _close(tool: Tool, timeout: float) -> None:
@@ -129,6 +152,8 @@ async def _close(tool: Tool, timeout: float) -> None:
         async with asyncio.timeout(timeout):
             if inspect.iscoroutinefunction(tool.close):
                 await contained(tool.close())
+            elif has_thread(tool.owner):
+                await own_thread(tool.owner).run(tool.close)
             else:
                 await run_blocking(tool.close)
     except Exception as error:  # the author's code
@@ -137,7 +162,7 @@ async def _close(tool: Tool, timeout: float) -> None:
 
 async def _call_within(tool: Tool, arguments: dict[str, Any], seconds: float) -> Any:
     started = threading.Event()
-    task = asyncio.ensure_future(_start(tool, arguments, started.set))
+    task = asyncio.ensure_future(_start(tool, arguments, seconds, started.set))
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
     except asyncio.CancelledError:
@@ -156,23 +181,46 @@ async def _call_within(tool: Tool, arguments: dict[str, Any], seconds: float) ->
     if task.cancelled():
         raise ToolError(f"{tool.name} was cancelled", ToolErrorType.EXECUTION)
     error = task.exception()
+    if isinstance(error, HeldTooLong):
+        raise ToolError(f"{tool.name} took longer than {seconds:g} s", ToolErrorType.TIMEOUT)
     if error is not None:
         raise ordinary(error)
     return task.result()
 
 
-async def _start(tool: Tool, arguments: dict[str, Any], started: Callable[[], object]) -> Any:
-    function: Callable[..., Any] = tool.function if isinstance(tool, FunctionTool) else type(tool).__call__
+async def _start(tool: Tool, arguments: dict[str, Any], seconds: float, started: Callable[[], object]) -> Any:
+    function = _written(tool)
     if inspect.iscoroutinefunction(function):
         started()
-        return await contained(tool(**arguments))
+        if ours(function):
+            return await contained(tool(**arguments))
+        owner = None if isinstance(tool, FunctionTool) else tool
+        what = f"tool {tool.name!r}"
+        return await contained(attend(what, tool.__call__, owner=owner, key=function, limit=seconds, **arguments))
 
     def call() -> Any:
         started()
         return tool(**arguments)
 
-    value = await run_blocking(call)
+    if _has_own_thread(tool):
+        value = await own_thread(tool.owner).run(call)
+    else:
+        value = await run_blocking(call)
     return await contained(value) if inspect.isawaitable(value) else value
+
+
+def _written(tool: Tool) -> Callable[..., Any]:
+    """What the author of a tool wrote."""
+    return tool.function if isinstance(tool, FunctionTool) else type(tool).__call__
+
+
+def _has_own_thread(tool: Tool) -> bool:
+    """Whether the blocking calls of a tool run in one thread: what has state may hold what is bound to a thread."""
+    if inspect.iscoroutinefunction(_written(tool)):
+        return False
+    if isinstance(tool, FunctionTool):
+        return tool.bound_to is not None and not tool.runs_in_parallel
+    return not tool.shared and (not tool.runs_in_parallel or type(tool).start is not Tool.start)
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:

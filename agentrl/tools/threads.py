@@ -1,21 +1,25 @@
-"""Where blocking code and coroutines meet: a bounded pool of daemon threads and one event loop.
+"""Where blocking code and coroutines meet: a bounded pool of daemon threads, threads that belong to one object, and
+one event loop.
 
 Environments, tools and rewards may be written either way. :func:`run_blocking` runs a blocking
-function without holding up the caller's event loop; :func:`run_coroutine` runs a coroutine for a
-caller that has no loop.
+function without holding up the caller's event loop; :func:`own_thread` does it in the same thread each time;
+:func:`run_coroutine` runs a coroutine for a caller that has no loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import logging
 import os
+import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from agentrl.errors import InfraError
 
@@ -25,6 +29,12 @@ T = TypeVar("T")
 
 MAX_THREADS = 256
 """Blocking calls that run at once, per level of nesting; more of them wait."""
+
+MAX_OWN_THREADS = 1024
+"""Threads that belong to one object each; an object beyond them shares the pool."""
+
+IDLE_SECONDS = 60.0
+"""After so long without an object a thread of that kind ends."""
 
 
 class DaemonPool:
@@ -90,19 +100,28 @@ class DaemonPool:
                     self._idle += 1
                     self._changed.wait()
                 future, call = self._work.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result, error = call(), None
-            except BaseException as raised:
-                result, error = None, ordinary(raised)
-            with self._changed:
-                self._given_up.discard(future)
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
-            del future, call, result, error  # an idle thread keeps nothing alive
+            _run(future, call, functools.partial(self._ended, future))
+            del future, call  # an idle thread keeps nothing alive
+
+    def _ended(self, future: Future[Any]) -> None:
+        with self._changed:
+            self._given_up.discard(future)
+
+
+def _run(future: Future[Any], call: Callable[[], Any], ended: Callable[[], None]) -> None:
+    """One call in a thread; ``ended`` comes before anybody hears of the result."""
+    if not future.set_running_or_notify_cancel():
+        ended()
+        return
+    try:
+        result, error = call(), None
+    except BaseException as raised:
+        result, error = None, ordinary(raised)
+    ended()
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
 
 
 def ordinary(error: BaseException) -> Exception:
@@ -126,6 +145,8 @@ def _forget_threads() -> None:
     """After a fork: the child has none of the parent's threads."""
     global _setup_lock
     _pools.clear()
+    _own.clear()
+    _Worker.idle, _Worker.alive, _Worker.changing = [], 0, threading.Lock()
     _setup_lock = threading.Lock()
 
 
@@ -174,17 +195,208 @@ async def run_blocking(function: Callable[..., T], *args: Any, **kwargs: Any) ->
         if level not in _pools:
             _pools[level] = DaemonPool(MAX_THREADS)
         pool = _pools[level]
+    return await _in_thread(pool, function, args, kwargs)
+
+
+class _Threads(Protocol):
+    def submit(self, call: Callable[[], T]) -> Future[T]: ...
+
+    def give_up(self, future: Future[Any]) -> None: ...
+
+
+async def _in_thread(threads: _Threads, function: Callable[..., T], args: Any, kwargs: Any) -> T:
     context = contextvars.copy_context()
-    context.run(_LEVEL.set, level + 1)
+    context.run(_LEVEL.set, _LEVEL.get() + 1)
     call = _Call()
     context.run(_CALL.set, call)
-    future = pool.submit(lambda: context.run(function, *args, **kwargs))
+    future = threads.submit(lambda: context.run(function, *args, **kwargs))
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
-        pool.give_up(future)
+        threads.give_up(future)
         call.give_up()
         raise
+
+
+class _Worker:
+    """A thread that serves one object after another, each as long as that lives. An idle one ends."""
+
+    idle: list[_Worker] = []
+    alive = 0
+    changing = threading.Lock()
+
+    @classmethod
+    def free(cls) -> _Worker | None:
+        """An idle one or a new one; None when there are :data:`MAX_OWN_THREADS`."""
+        with cls.changing:
+            if cls.idle:
+                worker = cls.idle.pop()
+                worker._unowned = False
+                return worker
+            if cls.alive >= MAX_OWN_THREADS:
+                return None
+            cls.alive += 1
+        return cls()
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self.busy = False
+        self._unowned = False
+        threading.Thread(target=self._serve, name="agentrl-own", daemon=True).start()
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._calls.put((future, call))
+        return future
+
+    def give_up(self, future: Future[Any]) -> None:
+        """Not started, it never runs; running, the thread stays busy until it returns."""
+        future.cancel()
+
+    def release(self) -> None:
+        """The object is done with the thread. May be called by the garbage collector, so it takes no lock."""
+        self._calls.put(None)
+
+    def _serve(self) -> None:
+        _kept_loop.kept = True
+        while self._next():
+            pass
+
+    def _next(self) -> bool:
+        """Serves one call; False when there was nothing to do for a long time."""
+        try:
+            item = self._calls.get(timeout=IDLE_SECONDS if self._unowned else None)
+        except queue.Empty:
+            with _Worker.changing:
+                if not self._unowned:  # taken this moment
+                    return True
+                _Worker.idle.remove(self)
+                _Worker.alive -= 1
+                return False
+        if item is None:
+            _kept_loop.close()
+            with _Worker.changing:
+                self._unowned = True
+                _Worker.idle.append(self)
+            return True
+        future, call = item
+        _run(future, call, self._is_free)
+        return True
+
+    def _is_free(self) -> None:
+        self.busy = False
+
+
+class OwnThread:
+    """One thread for the blocking calls of one object: what is bound to a thread (``sqlite3``) lives from call to call.
+
+    A call while another one runs, side by side or after one that hangs, goes to the pool of all.
+    """
+
+    def __init__(self) -> None:
+        self._worker: _Worker | None = None
+        self._lock = threading.Lock()
+
+    async def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Runs ``function(*args, **kwargs)`` as :func:`run_blocking` does."""
+        with self._lock:
+            if self._worker is None:
+                self._worker = _Worker.free()
+            worker = self._worker
+            if worker is not None and worker.busy:
+                worker = None
+            if worker is not None:
+                worker.busy = True
+        if worker is None:
+            return await run_blocking(function, *args, **kwargs)
+        return await _in_thread(worker, function, args, kwargs)
+
+    def release(self) -> None:
+        """Lets the thread go, once it is done."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.release()
+
+    __del__ = release
+
+
+_own: dict[int, OwnThread] = {}  # by id, since what they belong to need not be hashable
+
+
+def own_thread(owner: object) -> OwnThread:
+    """The thread of ``owner``. It has one until :func:`release_thread`, or until it is no more."""
+    thread = _own.get(id(owner))
+    return thread if thread is not None else belongs_to(owner, OwnThread())
+
+
+def belongs_to(owner: object, thread: OwnThread) -> OwnThread:
+    """Makes ``thread`` that of ``owner``, if it has none yet."""
+    with _setup_lock:
+        known = _own.setdefault(id(owner), thread)
+    if known is thread:
+        weakref.finalize(owner, _forget_owner, id(owner)).atexit = False
+    return known
+
+
+def has_thread(owner: object) -> bool:
+    """Whether ``owner`` has a thread."""
+    return id(owner) in _own
+
+
+def release_thread(owner: object) -> None:
+    """Lets go of the thread of ``owner``, if it has one; others may have it then."""
+    thread = _own.get(id(owner))
+    if thread is not None:
+        thread.release()
+
+
+def _forget_owner(number: int) -> None:
+    thread = _own.pop(number, None)
+    if thread is not None:
+        thread.release()
+
+
+class _KeptLoop(threading.local):
+    """The event loop of a thread, for coroutines that are run in it. It stays as long as the thread has one owner."""
+
+    kept = False
+    runner: asyncio.Runner | None = None
+
+    def close(self) -> None:
+        runner, self.runner = self.runner, None
+        if runner is not None:
+            runner.close()
+
+
+_kept_loop = _KeptLoop()
+
+
+def run_in_this_thread(function: Callable[..., Coroutine[Any, Any, T]], *args: Any, **kwargs: Any) -> T:
+    """Runs a coroutine function to its end on a loop of the calling thread, for :func:`run_blocking` or an own thread.
+
+    When that call is given up, the coroutine is cancelled.
+    """
+    call = _CALL.get()
+
+    async def cancellable() -> T:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        ending: Future[None] = Future()  # cancelled by whoever gives up the call
+        ending.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(task.cancel))
+        if call is not None:
+            call.awaits(ending)
+        try:
+            return await contained(function(*args, **kwargs))
+        finally:
+            if call is not None:
+                call.has(ending)
+
+    if not _kept_loop.kept:
+        with asyncio.Runner() as runner:
+            return runner.run(cancellable(), context=contextvars.copy_context())
+    if _kept_loop.runner is None:
+        _kept_loop.runner = asyncio.Runner()
+    return _kept_loop.runner.run(cancellable(), context=contextvars.copy_context())
 
 
 class LoopThread:

@@ -244,7 +244,7 @@ def test_a_tool_that_cannot_be_copied_says_what_to_do():
     class Env(Ask):
         tools = [Locked()]
 
-    with pytest.raises(TypeError, match="Set `shared = True`"):
+    with pytest.raises(TypeError, match=r"in `start\(env\)`, not in `__init__`; or set `shared = True`"):
         Env().reset(seed=0)
     Locked.shared = True
     env = Env()
