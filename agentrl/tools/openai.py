@@ -11,7 +11,7 @@ from typing import Any
 
 from agentrl.errors import ConfigError
 from agentrl.tools.base import Tool, ToolError, ToolErrorType
-from agentrl.tools.json_schema import KEYWORDS, shorten
+from agentrl.tools.json_schema import KEYWORDS, matches, shorten
 from agentrl.versions import install_command
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
@@ -169,7 +169,12 @@ def _checker(schema: dict[str, Any], name: str) -> Callable[[dict[str, Any]], No
         checker.check_schema(schema)
     except jsonschema.SchemaError as error:
         raise ConfigError(f"tool {name!r}: its parameters are no JSON schema: {shorten(error.message, 200)}") from error
-    validator = checker(schema)
+
+    def pattern(validator: Any, expression: Any, text: Any, _: Any) -> Any:
+        if validator.is_type(text, "string") and not matches(expression, text):
+            yield jsonschema.ValidationError(f"{text!r} does not match {expression!r}")
+
+    validator = jsonschema.validators.extend(checker, {"pattern": pattern})(schema)  # its own may take for ever
 
     def check(arguments: dict[str, Any]) -> None:
         error = jsonschema.exceptions.best_match(validator.iter_errors(arguments))

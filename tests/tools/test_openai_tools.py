@@ -10,7 +10,7 @@ import pytest
 
 import agentrl
 from agentrl.errors import ConfigError
-from agentrl.tools import CalculatorTool, OpenAITool, ToolResult, from_openai, run_calls, to_openai
+from agentrl.tools import CalculatorTool, OpenAITool, ToolError, ToolResult, from_openai, run_calls, to_openai
 from agentrl.types import ToolCall
 
 
@@ -100,10 +100,20 @@ def test_unusual_keywords_are_checked_too(arguments, message):
     assert call(tool, a="1", b=2, x_y="z").observation == '{"a": 1, "b": 2, "x_y": "z"}'
 
 
+@pytest.mark.timeout(20)
+def test_no_pattern_is_slow_beside_unusual_keywords():
+    slow = {"type": "string", "pattern": "^(x+x+)+y$"}
+    schema = {"type": "object", "properties": {"a": {"not": {"type": "null"}, "anyOf": [slow]}}}
+    (tool,) = from_openai(definition(parameters=schema), lambda **given: json.dumps(given))
+    assert call(tool, a="x" * 60).error.type == "invalid_arguments"
+    with pytest.raises(ToolError, match="does not match"):
+        tool(a="x" * 60)
+
+
 def test_unusual_keywords_without_the_package_name_the_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     from_openai(definition(parameters=ROOM), book)
-    with pytest.raises(ConfigError, match=r"uses dependentRequired, not, patternProperties.*agentrl\[tools\]"):
+    with pytest.raises(ConfigError, match=r"uses dependentRequired, not, patternProperties.*agentrl-toolkit\[tools\]"):
         from_openai(definition(parameters=UNUSUAL), book)
 
 

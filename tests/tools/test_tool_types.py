@@ -338,6 +338,30 @@ def test_pydantic_is_not_imported_for_tools_that_do_not_use_it():
 # -- JSON schema ------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("pattern", "text", "fits"),
+    [
+        (r"^([a-zA-Z0-9._-]+)*@example\.org$", "a" * 60, False),
+        (r"^([a-zA-Z0-9._-]+)*@example\.org$", "me@example.org", True),
+        (r"(x+x+)+y", "x" * MAX_MATCHED, False),
+        (r"(\pL|.){900}[^a]{90}$", "é" * MAX_MATCHED, True),
+        (r"b", "abc", True),
+        (r"^(?=.*\d).+$", "no digit", True),  # looks ahead, which takes backtracking: not checked
+        (r"[", "any", True),
+        ("\ud800", "any", True),
+    ],
+)
+def test_no_pattern_is_slow(pattern: str, text: str, fits: bool):
+    """As `re` has it, the first takes years. It holds the interpreter: no timeout could end it, no episode go on."""
+    schema = {"type": "string", "pattern": pattern}
+    if fits:
+        assert fit(text, schema) == text
+    else:
+        with pytest.raises(Mismatch, match="must match"):
+            fit(text, schema)
+
+
 @pytest.mark.parametrize(
     ("value", "schema", "text"),
     [
