@@ -313,7 +313,7 @@ def test_wrong_settings_are_explained(options, message):
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"agentrl\[tools\]"):
+    with pytest.raises(ConfigError, match=r"agentrl-toolkit\[tools\]"):
         mcp_tools(COMMAND)
 
 
