@@ -106,6 +106,9 @@ class SamplingParams:
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    """Of the run in what a runner is given, of the one request in what a client is given; heeded by engines in
+    deterministic mode."""
 
 
 @dataclass(frozen=True)

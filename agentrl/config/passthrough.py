@@ -24,6 +24,7 @@ SGLANG_OWNED = {
     "host": "use --host",
     "dtype": "use --dtype",
     "random_seed": "use --seed",
+    "enable_deterministic_inference": "use --deterministic",
     "tp_size": "use --rollout-num-gpus-per-engine",
     "nnodes": _BY_RUN,
     "node_rank": _BY_RUN,
@@ -45,6 +46,7 @@ MEGATRON_OWNED = {
     "params_dtype": "use --dtype",
     "pipeline_dtype": "use --dtype",
     "autocast_dtype": "use --dtype",
+    "deterministic_mode": "use --deterministic",
     "variable_seq_lengths": "micro-batches are always packed",
     "calculate_per_token_loss": "the loss is always normalized over all tokens of a step",
 }

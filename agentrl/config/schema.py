@@ -137,6 +137,9 @@ class RunOptions:
     """Run folder; default `runs/<env>-<date>-<n>`. Holds config, metrics, trajectories, checkpoints, logs."""
     seed: Count = 0
     """Seed of task order, sampling and initialization."""
+    deterministic: bool = False
+    """With the same seed on the same machine, give the same tokens and weights, bit for bit: in two runs, and in one
+    that was interrupted. Slower; what it covers is under "Reproducibility" in docs/training.md."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """How much the processes of the run write into their logs."""
 

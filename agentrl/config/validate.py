@@ -44,7 +44,7 @@ def validate(config: Config | EvalConfig, explicit: Mapping[str, str] | None = N
             problems += _layout(config)
             problems += _schedule(config)
             problems += _without_effect(config, explicit or {})
-        problems += _engines(config)
+        problems += _engines(config, explicit or {})
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -372,10 +372,12 @@ def _without_effect(config: Config, explicit: Mapping[str, str]) -> Iterator[str
         )
 
 
-def _engines(config: Config | EvalConfig) -> Iterator[str]:
+def _engines(config: Config | EvalConfig, explicit: Mapping[str, str]) -> Iterator[str]:
     engines, gpus, each = config.rollout_num_engines, config.rollout_num_gpus, config.rollout_num_gpus_per_engine
     if engines is not None and gpus is not None and engines * each != gpus:
         yield (
             f"--rollout-num-engines {engines} × --rollout-num-gpus-per-engine {each} = {engines * each}, but "
             f"--rollout-num-gpus is {gpus}."
         )
+    if config.deterministic and isinstance(config, EvalConfig) and "threads" in explicit:
+        yield f"{explicit['threads']} has no effect with --deterministic: each engine has one thread."

@@ -65,6 +65,6 @@ def _served(config: EvalConfig, explicit: Mapping[str, str]) -> Iterator[str]:
     """What a policy behind a server needs, and what is of engines only."""
     if not re.match(r"https?://[^/]", config.base_url or ""):
         yield f"--base-url: expected http://HOST:PORT/v1 or https://..., got {config.base_url!r}"
-    for name in ("run", "hf_checkpoint", "rollout_num_engines", "rollout_num_gpus", "sglang"):
+    for name in ("run", "hf_checkpoint", "rollout_num_engines", "rollout_num_gpus", "sglang", "deterministic"):
         if name in explicit:
             yield f"--base-url and {explicit[name]} exclude each other: the policy is the server's, no engine starts."

@@ -19,10 +19,10 @@ from agentrl.rollout.chat import INLINE, ChatTemplate
 from agentrl.rollout.client import PolicyClient, new_rid
 from agentrl.rollout.extension import Earlier
 from agentrl.rollout.ledger import TokenLedger
-from agentrl.rollout.sampling import for_turn
+from agentrl.rollout.sampling import for_turn, turn_seed
 from agentrl.shared_keys import SharedKeys
 from agentrl.tools.parsers import Parsed, Parser
-from agentrl.types import Message, SamplingParams, Segment, StopReason
+from agentrl.types import Message, SamplingParams, Segment, StopReason, replace
 
 _turn_record = SharedKeys()
 
@@ -173,6 +173,8 @@ class Conversation:
             raise EpisodeEnd(StopReason.MAX_CONTEXT)
         budget = min(self._limits.max_response_len, self._params.max_new_tokens, room)
         params = for_turn(self._params, max_new_tokens=budget, stop=self._stop, stop_token_ids=self._chat.eos_token_ids)
+        if params.seed is not None:
+            params = replace(params, seed=turn_seed(params.seed, self._routing_key, self.num_turns))
         prompt = self._ledger.ids
         started = time.monotonic()
         try:

@@ -37,6 +37,9 @@ class EngineSpec:
     seed: int | None = None
     """Of sampling. An :class:`~agentrl.rollout.pool.EnginePool` counts up from it, one an engine; ``None``: SGLang's
     own choice."""
+    deterministic: bool = False
+    """SGLang's deterministic mode: what a request is answered follows from its prompt, its ``sampling_seed`` and the
+    weights alone. On the CPU (:mod:`agentrl.rollout.cpu_deterministic`) in float32 with one thread."""
     skip_tokenizer: bool = False
     """Serve token ids only: no tokenizer is loaded, stop *strings* do not work."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -46,6 +49,11 @@ class EngineSpec:
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
             raise EngineError(f"EngineSpec.device is {self.device!r}; expected 'cpu' or 'cuda'")
+        if self.deterministic and self.device == "cpu" and (self.threads != 1 or self._item_size != 4):
+            raise EngineError(
+                f"a deterministic engine on the CPU computes in float32 with one thread; got {self.dtype}, "
+                f"{self.threads} threads"
+            )
 
     @property
     def cpu_tokens(self) -> int:
@@ -82,6 +90,7 @@ class EngineSpec:
             "mem-fraction-static": self.mem_fraction,
             "max-total-tokens": self.max_total_tokens,
             "random-seed": self.seed,
+            "enable-deterministic-inference": self.deterministic,
             "skip-server-warmup": True,
             "log-level": "info",
             "log-level-http": "warning",

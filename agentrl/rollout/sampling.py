@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 from typing import Any
 
@@ -50,6 +51,15 @@ def for_turn(
     )
 
 
+def turn_seed(seed: int, conversation: str, turn: int) -> int:
+    """Seed of one request, 63 bits: of the run's ``seed``, the id of the agent's trajectory and the number of its turn.
+
+    Nothing else goes in (no attempt, engine or time), so that whatever is played again samples the same.
+    """
+    digest = hashlib.blake2b(f"{seed}/{conversation}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
 def request_fields(params: SamplingParams) -> dict[str, Any]:
     """The ``sampling_params`` object of a request.
 
@@ -68,4 +78,6 @@ def request_fields(params: SamplingParams) -> dict[str, Any]:
         fields["stop"] = list(params.stop)
     if params.stop_token_ids:
         fields["stop_token_ids"] = list(params.stop_token_ids)
+    if params.seed is not None:
+        fields["sampling_seed"] = params.seed
     return fields

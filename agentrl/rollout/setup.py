@@ -76,6 +76,7 @@ def rollout_params(cfg: Any) -> SamplingParams:
         top_p=cfg.rollout_top_p,
         max_new_tokens=cfg.rollout_max_response_len,
         stop=cfg.rollout_stop,
+        seed=cfg.seed if cfg.deterministic else None,
     )
 
 
@@ -87,6 +88,7 @@ def eval_params(cfg: Any) -> SamplingParams:
         top_k=cfg.eval_top_k,
         max_new_tokens=cfg.held_out.rollout_max_response_len,
         stop=cfg.eval_stop or getattr(cfg, "rollout_stop", ()),
+        seed=cfg.seed if cfg.deterministic else None,
     )
 
 
@@ -103,8 +105,14 @@ def episode_limits(cfg: Any) -> EpisodeLimits:
 
 
 def engine_spec(cfg: Any, model_dir: str) -> EngineSpec:
-    """What each engine of a run serves, and on what."""
+    """What each engine of a run serves, and on what.
+
+    Raises:
+        ConfigError: ``--deterministic`` in a precision for which the CPU cannot offer it.
+    """
     gpu = has_gpu()
+    if cfg.deterministic and not gpu and cfg.dtype == "bf16":
+        raise ConfigError("--deterministic on the CPU computes in fp32: leave --dtype bf16 out.")
     dtype = {"bf16": "bfloat16", "fp32": "float32", "auto": None}[cfg.dtype]
     cpu_tokens = max(2, min(cfg.rollout_concurrency, 128)) * cfg.longest_context
     extra = dict(cfg.sglang)
@@ -115,8 +123,9 @@ def engine_spec(cfg: Any, model_dir: str) -> EngineSpec:
         tp=cfg.rollout_num_gpus_per_engine if gpu else 1,
         max_total_tokens=None if gpu else min(cpu_tokens, 131072),
         context_length=_context_length(cfg, model_dir),
-        threads=cfg.threads or engine_threads(cfg),
+        threads=1 if cfg.deterministic else cfg.threads or engine_threads(cfg),
         seed=cfg.seed,
+        deterministic=cfg.deterministic,
         extra=extra,
     )
 

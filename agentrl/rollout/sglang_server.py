@@ -147,6 +147,10 @@ def main(argv: list[str]) -> None:
     redact_keys()
     if cpu_backend.needed():
         cpu_backend.fork_children()
+        if "--enable-deterministic-inference" in argv:
+            from agentrl.rollout import cpu_deterministic
+
+            cpu_deterministic.install()
     server_args = prepare_server_args(argv)
     if api_key is not None:
         server_args.api_key = api_key

@@ -23,7 +23,7 @@ from agentrl.loading import portable, portable_source
 from agentrl.process import cancel_on_signals, stderr_to, write_log_to
 from agentrl.progress import Progress, before_after, clock, episode_panel, shown
 from agentrl.rollout.episode import describe
-from agentrl.rollout.setup import has_gpu, make_env, scratch
+from agentrl.rollout.setup import engine_spec, has_gpu, make_env, scratch
 from agentrl.trainer.checkpoint import Checkpoint, CheckpointStore
 from agentrl.trainer.cluster import Bundle, Cluster
 from agentrl.trainer.group import RolloutGroup, TrainerGroup
@@ -62,6 +62,9 @@ def train(cfg: Config) -> int:
             "larger --num-rollout."
         )
     check_targets(cfg, new=source is None)
+    if cfg.deterministic:
+        # Of the processes to come: an environment may go through a set of strings.
+        os.environ.setdefault("PYTHONHASHSEED", "0")
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(RunDir.resume(cfg, step=start) if source else RunDir.create(cfg))
         write_log_to(run.logs / "driver.log", cfg.log_level)
@@ -117,8 +120,9 @@ def check_targets(cfg: Config, *, new: bool) -> None:
 def check_environment(cfg: Config) -> None:
     """Make and reset the environment once, here, so that what is wrong with it is said before anything starts.
 
-    The same goes for the held-out sets, and for the metric of ``--best-metric``.
+    The same goes for the engines, the held-out sets, and the metric of ``--best-metric``.
     """
+    engine_spec(cfg, str(cfg.hf_checkpoint))
     if cfg.env or cfg.prompt_data:
         env = make_env(*cfg.env_spec(), tool_timeout=cfg.tool_timeout, sandbox=cfg.sandbox)
         try:

@@ -39,7 +39,8 @@ def play(run, *script, timeout=5.0, key=None, params=None, **kwargs):
 
 
 def test_request_and_answer(run):
-    server, client, generation = play(run, good(10, 11, version="3"), key="secret", params={"stop": ("</a>",)})
+    params = {"stop": ("</a>",), "seed": 2**62}
+    server, client, generation = play(run, good(10, 11, version="3"), key="secret", params=params)
     (body,), (headers,) = server.bodies, server.headers
     assert body["input_ids"] == [5, 6, 7]
     assert body["return_logprob"] is True
@@ -47,6 +48,7 @@ def test_request_and_answer(run):
     assert len(body["rid"]) == 32
     sampling = body["sampling_params"]
     assert sampling["stop"] == ["</a>"] and sampling["no_stop_trim"] and not sampling["skip_special_tokens"]
+    assert sampling["sampling_seed"] == 2**62
     assert headers["X-SMG-Routing-Key"] == "t-0"
     assert generation.tokens.tolist() == [10, 11] and generation.tokens.dtype == np.int32
     assert generation.logprobs.tolist() == [-0.5, -0.5] and generation.logprobs.dtype == np.float32

@@ -107,6 +107,36 @@ def test_infra_errors_are_retried_with_a_fresh_environment(run, chat):
     assert [e.closed for e in Flaky.made] == [1, 1, 1]
 
 
+def test_each_request_has_a_seed_that_follows_from_run_episode_and_turn(run, chat):
+    asked = []
+
+    class Noting(ScriptedClient):
+        async def generate(self, input_ids, params, **kwargs):
+            asked.append((kwargs["routing_key"], params.seed))
+            return await super().generate(input_ids, params, **kwargs)
+
+    class Flaky(Closing):
+        async def astep(self, action):
+            if len(self.made) < 2:
+                raise InfraError("retrieval server is away")
+            return await super().astep(action)
+
+    def seeds(seed, make_env=LookUp):
+        asked.clear()
+        client = Noting(lambda prompt, turn: CALL if prompt.count("<tool_response>") < 2 else "Ann.", chat)
+        params, limits = SamplingParams(seed=seed), EpisodeLimits(max_turns=8)
+        play(run, EpisodeRunner(make_env, client, chat, params, limits, 1), n=2)
+        return list(asked)
+
+    first = seeds(3)
+    assert len(first) == 6 and len({seed for _, seed in first}) == 6
+    assert first[0] == ("g7-000", 321826738457990617)  # a run of today and one of tomorrow draw alike
+    assert seeds(3) == first
+    assert {seed for _, seed in seeds(4)}.isdisjoint(seed for _, seed in first)
+    assert seeds(3, Flaky) == [first[0], *first]  # the attempt that failed asked once; the next one asks the same
+    assert {seed for _, seed in seeds(None)} == {None}
+
+
 def test_what_stays_broken_is_in_the_group(run, chat):
     class Dead:
         calls = 0

@@ -155,6 +155,8 @@ def _transformer_options(options: TrainerOptions) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "persist_layer_norm": False,
+        # The CPU's look-up of embeddings is deterministic as it is.
+        "deterministic_mode": options.deterministic and not cpu.on_cpu(),
         **({"recompute_granularity": "selective"} if options.recompute_activations else {}),
         **megatron_overrides(options, TransformerConfig),
     }

@@ -27,6 +27,8 @@ class TrainerOptions:
     dtype: str = "auto"
     """``fp32``, ``bf16``, or ``auto``: float32 on the CPU, bfloat16 with float32 gradients on a GPU."""
     seed: int = 1234
+    deterministic: bool = False
+    """Only algorithms that give the same bits each time; torch raises where it has none."""
     threads: int = 1
     """Threads of torch in this process, on the CPU."""
     timeout_s: float = 1800.0

@@ -81,6 +81,14 @@ def initialize(
 
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     timeout = datetime.timedelta(seconds=options.timeout_s)
+    if options.deterministic:
+        torch.use_deterministic_algorithms(True)
+        if not cpu.on_cpu():  # read by cuBLAS, TransformerEngine and NCCL when they start
+            os.environ |= {
+                "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+                "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+                "NCCL_ALGO": "^NVLS",
+            }
     if cpu.on_cpu():
         torch.set_num_threads(options.threads)
         # Ranks on one machine talk over loopback unless the operator chose an interface.
