@@ -2,7 +2,8 @@
 
 SGLang's server, unchanged, with what a run needs around it:
 
-- the CPU backend where there is no CUDA device (:mod:`agentrl.rollout.cpu_backend`);
+- the CPU backend where there is no CUDA device (:mod:`agentrl.rollout.cpu_backend`), with the deterministic mode
+  if asked for (:mod:`agentrl.rollout.cpu_deterministic`);
 - the API key from the environment (``AGENTRL_API_KEY``), never from the arguments, and shown as ``***``
   where SGLang logs its configuration;
 - every socket on loopback unless ``--host`` says otherwise: the rendezvous store of torch, which would

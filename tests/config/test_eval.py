@@ -129,6 +129,8 @@ def test_a_server_needs_no_model_folder():
     [
         (("--base-url", "localhost:8000"), "--base-url: expected http://HOST:PORT/v1"),
         (("--rollout-num-engines", "2"), "--base-url and --rollout-num-engines exclude each other"),
+        (("--deterministic",), "--base-url and --deterministic exclude each other"),
+        (("--deterministic", "--threads", "2"), "--threads has no effect with --deterministic"),
         (("--sglang-mem-fraction-static", "0.5"), "--base-url and --sglang-mem-fraction-static exclude each other"),
         (("--checkpoint", "best"), "--checkpoint has no effect without --run"),
         (("--task-id", "1", "--limit", "2"), "--limit and --task-id exclude each other"),

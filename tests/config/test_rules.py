@@ -82,6 +82,8 @@ def test_a_derived_batch_always_satisfies_the_rule(batch, samples, size, steps):
         (("--load", "no/run"), ("--load", "no/run")),
         (("--use-kl-loss", "--ref-load", "no/model"), ("--ref-load", "no/model")),
         (("--num-layers", "5"), ("--num-layers 5", "num_hidden_layers 4")),
+        (("--sglang-enable-deterministic-inference",), ("use --deterministic",)),
+        (("--deterministic-mode",), ("use --deterministic",)),
     ],
 )
 def test_refused_with_the_numbers(refused, flags, parts):

@@ -210,6 +210,15 @@ def test_arguments_on_cuda_leave_sglang_its_own_choices() -> None:
     assert not {"attention-backend", "sleep-on-idle", "max-total-tokens", "grammar-backend"} & set(values)
 
 
+def test_a_deterministic_engine_on_the_cpu_has_one_thread_and_float32() -> None:
+    assert flags(EngineSpec("m", deterministic=True))["enable-deterministic-inference"] == ""
+    assert "enable-deterministic-inference" not in flags(EngineSpec("m"))
+    assert flags(EngineSpec("m", device="cuda", threads=4, deterministic=True))["dtype"] == "bfloat16"
+    for wrong in ({"threads": 2}, {"dtype": "bfloat16"}):
+        with pytest.raises(EngineError, match="float32 with one thread"):
+            EngineSpec("m", deterministic=True, **wrong)
+
+
 def test_extra_arguments_win() -> None:
     extra = {
         "max_total_tokens": 128,
