@@ -90,6 +90,9 @@ class LimitOptions:
     Unset: only --rollout-max-context-len counts. A single result is cut by the environment's own `max_tool_output`."""
     episode_timeout: Seconds = 600.0
     """Wall time of one episode in seconds."""
+    episode_step_timeout: Seconds = 300.0
+    """Wall time of one reset or step of the environment in seconds, tools and rewards included; more is an
+    infrastructure error. At most --episode-timeout."""
     tool_timeout: Seconds | None = None
     """Wall time of one tool call in seconds; unset: the environment's own (30 unless it says otherwise)."""
     rollout_concurrency: Positive = 64

@@ -34,6 +34,7 @@ def validate(config: Config | EvalConfig, explicit: Mapping[str, str] | None = N
     elif not problems:  # relations between values that are wrong in themselves would only repeat it
         problems += _environment(config, explicit or {})
         problems += _lengths(config)
+        problems += _times(config, explicit or {})
         if not (isinstance(config, EvalConfig) and config.base_url is not None):
             problems += _model(config)
         if isinstance(config, EvalConfig):
@@ -171,6 +172,14 @@ def _lengths(config: Config | EvalConfig) -> Iterator[str]:
                 f"{limits.rollout_max_context_len}: it must be smaller."
             )
             return
+
+
+def _times(config: Config | EvalConfig, explicit: Mapping[str, str]) -> Iterator[str]:
+    if "episode_step_timeout" in explicit and config.episode_step_timeout > config.episode_timeout:
+        yield (
+            f"--episode-step-timeout {config.episode_step_timeout:g} has no effect: --episode-timeout "
+            f"{config.episode_timeout:g} ends the whole episode before."
+        )
 
 
 def _read_model(folder: str) -> tuple[dict[str, Any] | None, str | None]:

@@ -36,7 +36,7 @@ class EpisodeLimits:
     max_context_len: int = 4096  # prompt, observations and answers together (--rollout-max-context-len)
     max_tool_output_tokens: int | None = None  # environment tokens after the first prompt, over the episode
     timeout_s: float = 600.0  # the episode (--episode-timeout)
-    step_timeout_s: float = 300.0  # one reset or step of the environment
+    step_timeout_s: float = 300.0  # one reset or step of the environment (--episode-step-timeout)
     request_timeout_s: float = 600.0  # one turn of the engine, retries included (--engine-timeout)
 
     def __post_init__(self) -> None:

@@ -374,6 +374,8 @@ class Episode:
                 self._end = EpisodeEnd(StopReason.TIMEOUT)
             else:
                 text = f"{type(self.env).__name__}.{name} did not return within {seconds:.1f} s"
+                if seconds < left:
+                    text += " (--episode-step-timeout)"
                 self._end = EpisodeEnd(StopReason.ENV_ERROR, text)
             raise self._end from None
         finally:

@@ -100,6 +100,7 @@ def episode_limits(cfg: Any) -> EpisodeLimits:
         max_context_len=cfg.rollout_max_context_len,
         max_tool_output_tokens=cfg.max_tool_output_tokens,
         timeout_s=cfg.episode_timeout,
+        step_timeout_s=cfg.episode_step_timeout,
         request_timeout_s=cfg.engine_timeout,
     )
 

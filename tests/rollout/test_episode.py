@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from rollout_cases import CALL, TASK, THOUGHT, TOOLS, LookUp
 
+from agentrl.config import load_config, load_eval_config
 from agentrl.errors import ConfigError, EngineError, EnvError, InfraError, LedgerError
 from agentrl.rollout.episode import EpisodeLimits, run_episode
 from agentrl.rollout.scripted import ScriptedClient
+from agentrl.rollout.setup import episode_limits
 from agentrl.types import Generation, Outcome, SamplingParams, StopReason
 
 
@@ -138,7 +140,16 @@ def test_a_hanging_environment(run, chat, part):
 
     trajectory = play(run, LookUp(**{part: hang}), chat, step_timeout_s=0.1)
     assert trajectory.stop_reason is StopReason.ENV_ERROR
-    assert "did not return within 0.1 s" in trajectory.error
+    assert "did not return within 0.1 s (--episode-step-timeout)" in trajectory.error
+
+
+@pytest.mark.parametrize("load", [load_config, load_eval_config])
+def test_the_limits_of_an_episode_follow_from_the_flags(load):
+    command = ["--env", "search", "--episode-step-timeout", "900", "--episode-timeout", "1200"]
+    limits = episode_limits(load(command))
+    assert (limits.step_timeout_s, limits.timeout_s) == (900, 1200)
+    with pytest.raises(ConfigError, match="--episode-step-timeout 900 has no effect: --episode-timeout 600"):
+        load(command[:4])
 
 
 def test_blocking_environments_run_in_a_thread(run, chat):
