@@ -29,6 +29,9 @@ record = logging.getLogger(__name__)
 
 _BARS = "▁▂▃▄▅▆▇█"
 
+COUNT_SECONDS = 15.0
+"""Between two lines on how many episodes have ended, where there is no terminal."""
+
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
     """A curve in one line of text. NaN shows as a blank."""
@@ -63,7 +66,7 @@ class Progress:
         self.console = console or Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())
         self.started = time.monotonic()
         self.stage_name = "starting"
-        self._stage_started = self.started
+        self._stage_started = self._counted_at = self.started
         self._steps_started: float | None = None
         self._first_step = 0
         self.step = 0
@@ -96,11 +99,17 @@ class Progress:
                 text = Text(safe, style=text.style)
         self.console.print(text)
 
+    def warn(self, text: str | None) -> None:
+        """Print a warning that stays; None is no warning."""
+        if text is not None:
+            self.log(Text(f"[{clock(self.elapsed)}] warning: {text}", style="bold red"))
+
     def stage(self, name: str) -> None:
         """Say what the run does now."""
         if name == self.stage_name:
             return
         self.stage_name, self._stage_started, self.detail = name, time.monotonic(), ""
+        self._counted_at = self._stage_started
         record.info("%s", name)
         if self._live is None:
             self.console.print(f"[{clock(self.elapsed)}] {name}", markup=False)
@@ -123,8 +132,11 @@ class Progress:
         self.log(Text(f"[{clock(self.elapsed)}] {line}", style="bold"))
 
     def counted(self, done: int, total: int) -> None:
-        """How many episodes of the stage at hand have ended."""
+        """How many episodes of the stage at hand have ended. Without a terminal, a line now and then."""
         self.detail = f"{done} of {total} episodes" if total else ""
+        if self._live is None and total and time.monotonic() >= self._counted_at + COUNT_SECONDS:
+            self._counted_at = time.monotonic()
+            self.console.print(f"[{clock(self.elapsed)}] {self.stage_name}: {self.detail}", markup=False)
 
     def first_episode(self, trajectory: Trajectory) -> None:
         """Show the first episode of the run, as soon as there is one."""

@@ -86,6 +86,8 @@ class OpenAIClient:
         self._refusals = 0
         self._reached = 0.0  # when the server was last there, on the monotonic clock
         self._broken: str | None = None
+        self.trouble: str | None = None
+        """Why the last attempt got no answer; None after one that did."""
         if self._server.exposes_key:
             self.note(f"the key of {api_key_env or 'the client'} goes to {self.base_url} unencrypted")
 
@@ -189,7 +191,9 @@ class OpenAIClient:
                 status, content, wait = await self._server.exchange("POST", "/chat/completions", body, left)
                 self._reached, self._broken = time.monotonic(), None
                 if status == 200:
-                    return parse_reply(content)
+                    reply = parse_reply(content)
+                    self.trouble = None
+                    return reply
                 self._judge(status, content, wait, body)
                 continue  # the request is sent again without what the server does not take
             except NoAnswer as error:
@@ -202,6 +206,7 @@ class OpenAIClient:
                 reason, pause = self._server.safe(str(error)), delay * random.uniform(0.5, 1.0)
                 if garbage == _GARBAGE_ATTEMPTS:
                     raise EngineError(f"{self.base_url}/chat/completions: {reason}") from None
+            self.trouble = reason
             self.counters.retries += 1
             if time.monotonic() + pause >= deadline:
                 if self._reached < deadline - timeout:

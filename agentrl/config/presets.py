@@ -44,6 +44,18 @@ def preset(name: str, environments: Sequence[str]) -> dict[str, Any]:
     return {**PRESETS[name], **({} if set(environments) == {TUNED_TO} else BEYOND)}
 
 
+def demo_alone(config: Any) -> str | None:
+    """What to know of the embedded model where it plays something else than it was made for; None otherwise."""
+    env = (config.env,) if isinstance(config.env, str) else config.env
+    own = any(key.rpartition(".")[2] in ("train_data", "test_data") for key in config.env_args)
+    if config.hf_checkpoint != str(demo_folder()) or (set(env) == {TUNED_TO} and not own):
+        return None
+    return (
+        f"the embedded demo model knows the words of `{TUNED_TO}`'s own world and nothing else: here it runs, but it "
+        "cannot learn. Give a model of yours with --hf-checkpoint"
+    )
+
+
 def demo_folder() -> Path:
     """Folder of the embedded model."""
     return Path(__file__).resolve().parent.parent / "assets" / "demo"

@@ -19,13 +19,14 @@ from agentrl.rollout.setup import engine_spec
 class Policy:
     """What episodes are played with.
 
-    ``broken`` says why no answer can be expected any more, or None. ``notes`` collects what a person should know of the
-    policy.
+    ``broken`` says why no answer can be expected any more, ``trouble`` why the last attempt got none; or None.
+    ``notes`` collects what a person should know of the policy.
     """
 
     client: Any
     chat: Any
     broken: Callable[[], str | None] = lambda: None
+    trouble: Callable[[], str | None] = lambda: None
     notes: list[str] = field(default_factory=list)
 
 
@@ -107,7 +108,7 @@ async def open_policy(cfg: EvalConfig, model: str | None, *, logs: Path) -> Asyn
         from agentrl.rollout.openai import open_server
 
         async with open_server(cfg) as (client, chat):
-            yield Policy(client, chat, broken=client.broken, notes=client.notes)
+            yield Policy(client, chat, broken=client.broken, trouble=lambda: client.trouble, notes=client.notes)
         return
     from agentrl.rollout.chat import ChatTemplate
     from agentrl.rollout.client import EngineClient

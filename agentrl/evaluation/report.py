@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.config.presets import demo_alone
 from agentrl.config.schema import EvalConfig
 from agentrl.data.files import finite, write_text
 from agentrl.evaluation.heldout import TRAINING_SPLIT, HeldOutSet
@@ -32,6 +33,8 @@ def warnings_before(cfg: EvalConfig, sets: Iterable[HeldOutSet]) -> list[str]:
             f"{cfg.n_samples_per_eval_prompt} episodes a task, decoded greedily, differ only where the environment "
             "does; give --eval-temperature for pass@k"
         )
+    if alone := demo_alone(cfg):
+        found.append(alone)
     return found
 
 
@@ -39,7 +42,8 @@ def warnings_before(cfg: EvalConfig, sets: Iterable[HeldOutSet]) -> list[str]:
 class Report:
     """The summaries of an evaluation, by set, and what is said beside them.
 
-    ``stopped``: why not everything was attempted, None when it was.
+    ``stopped``: why not everything was attempted, None when it was. ``last_error``: of the last episode that could not
+    be scored.
     """
 
     sets: dict[str, EvalSummary]
@@ -47,6 +51,7 @@ class Report:
     folder: str
     warnings: Sequence[str] = ()
     stopped: str | None = None
+    last_error: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,14 +92,18 @@ class Report:
         if summary.errors and not summary.success.n:
             reasons = ", ".join(f"{reason} {count}" for reason, count in summary.stop_reasons.items())
             yield (
-                f"{name}: not one of {summary.errors} episodes could be scored ({reasons}); their errors are in "
-                "trajectories.jsonl of the run folder"
+                f"{name}: not one of {summary.errors} episodes could be scored ({reasons}){self._last()}; their errors "
+                "are in trajectories.jsonl of the run folder"
             )
         elif summary.errors > tolerated * summary.planned:
             yield (
                 f"{name}: {summary.errors} of {summary.episodes} episodes ended for reasons of infrastructure and are "
-                f"not in the score (--fail-on-error {tolerated:g}); their errors are in trajectories.jsonl"
+                f"not in the score (--fail-on-error {tolerated:g}){self._last()}; their errors are in "
+                "trajectories.jsonl"
             )
+
+    def _last(self) -> str:
+        return f"; the last: {self.last_error}" if self.last_error else ""
 
     def tables(self) -> Iterator[Table | Text]:
         """The tables of a terminal: the sets side by side, then categories, agents and parts of the reward."""

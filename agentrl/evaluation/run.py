@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Container, Coroutine, Sequence
+from collections.abc import Callable, Container, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from agentrl.data.rundir import RunDir
 from agentrl.errors import ConfigError
 from agentrl.evaluation.heldout import HeldOutSet, held_out_sets
 from agentrl.evaluation.metrics import EvalSummary, by_episode, is_error, is_whole, summarize
-from agentrl.evaluation.play import Admission, plan, play_set
-from agentrl.evaluation.policy import described, model_folder, model_identity, open_policy, settled
+from agentrl.evaluation.play import POLL_SECONDS, Admission, plan, play_set
+from agentrl.evaluation.policy import Policy, described, model_folder, model_identity, open_policy, settled
 from agentrl.evaluation.record import identity, refuse_other
 from agentrl.evaluation.report import Report, warnings_before
 from agentrl.evaluation.results import SUMMARY, TRAJECTORIES, read_episodes, read_summaries
@@ -127,6 +127,7 @@ class Session:
         self._earlier = {name: s.get("seconds") or 0.0 for name, s in read_summaries(self.run.path / SUMMARY).items()}
         self._seconds = dict.fromkeys((s.name for s in self.sets), 0.0)
         self._ended = self._kept()
+        self._last_error: str | None = None
         self._planned = {s.name: plan(s, self.cfg.n_samples_per_eval_prompt) for s in self.sets}
 
     def _kept(self) -> dict[str, list[Trajectory]]:
@@ -196,20 +197,35 @@ class Session:
                         lines.append(*(to_record(t, set_name=name) for t in trajectories))
                         self._ended[name] += map(without_text, trajectories)
                         done += 1
-                        self.progress.counted(done, total)
+                        if is_error(trajectories):
+                            self._last_error = f"{trajectories[0].stop_reason}: {trajectories[0].error}"
 
+                    watching = asyncio.create_task(self._tell(policy, lambda: self.progress.counted(done, total)))
                     try:
                         await play_set(
                             cfg, held_out, policy, done=self._done(held_out.name), admission=admission,
                             on_episode=on_episode,
                         )  # fmt: skip
                     finally:
+                        watching.cancel()
                         self._seconds[held_out.name] += time.monotonic() - began
                 self.stopped = admission.reason
                 self.warnings += policy.notes
         finally:
             lines.sync()
             lines.close()
+
+    async def _tell(self, policy: Policy, count: Callable[[], None]) -> None:
+        """Show how far it is and what is wrong, also while no episode ends."""
+        told: str | None = None
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            count()
+            wrong = policy.trouble()
+            trouble = f"a request got no answer and is sent again: {wrong}" if wrong else self._last_error
+            if trouble and not told:  # one is enough while nothing else happens; the last one is told at the end
+                self.progress.warn(trouble)
+            told = trouble or told
 
     @property
     def folder(self) -> str:
@@ -224,6 +240,7 @@ class Session:
             folder=str(self.run.path),
             warnings=self.warnings,
             stopped=self.stopped,
+            last_error=self._last_error,
         )
 
     def _summaries(self) -> dict[str, EvalSummary]:

@@ -83,10 +83,11 @@ class TrainerGroup:
 
 @dataclass(frozen=True)
 class Generated:
-    """One rollout: its metrics, and the reference of its batch."""
+    """One rollout: its metrics, the reference of its batch, and what was lost of it, in a sentence."""
 
     metrics: dict[str, float]
     batch: list[Any]
+    lost: str | None = None
 
 
 class RolloutGroup:

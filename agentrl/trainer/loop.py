@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from agentrl.data.rundir import RunDir
     from agentrl.trainer.checkpoint import CheckpointStore
     from agentrl.trainer.group import RolloutGroup, TrainerGroup
+from agentrl.trainer.notices import Lasting, nothing_to_learn
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ async def training_loop(
     if at_start and cfg.eval_interval and start not in evaluated:
         await evaluate(rollout, start, run=run, progress=progress)
 
+    lasting = Lasting()
     for step in range(start, cfg.num_rollout):
         began = time.monotonic()
         progress.stage("rollout")
@@ -65,6 +67,8 @@ async def training_loop(
         version = step + 1
         # Before the checkpoint: what a checkpoint holds must be in the metrics, should the run die in between.
         report(version, generated.metrics | trained | synced, began, run=run, progress=progress)
+        progress.warn(lasting.say("lost", generated.lost))
+        progress.warn(lasting.say("learning", nothing_to_learn(generated.metrics)))
         if warning := watch.warning(version, trained):
             log.warning(warning)
             progress.log(Text(warning, style="yellow"))

@@ -29,6 +29,7 @@ from agentrl.rollout.setup import engine_spec, episode_limits, eval_params, has_
 from agentrl.rollout.worker import EpisodeRunner
 from agentrl.trainer.advantages import grpo
 from agentrl.trainer.batch import TrainBatch
+from agentrl.trainer.notices import lost_episodes
 from agentrl.trainer.rollout_metrics import by_episode, rollout_metrics
 from agentrl.types import Group, Outcome, Trajectory
 
@@ -116,12 +117,13 @@ class RolloutManager:
 
     # -- rollouts -------------------------------------------------------------------------------------
 
-    async def generate(self, step: int) -> tuple[dict[str, float], list[Any]] | None:
+    async def generate(self, step: int) -> tuple[dict[str, float], list[Any], str | None] | None:
         """Play one batch of groups.
 
         Returns:
-            Metrics, and a list with the reference of the :class:`TrainBatch` in Ray's store (in a list, so
-            that Ray passes the reference on and not the batch). None when the data source has no more tasks.
+            Metrics; a list with the reference of the :class:`TrainBatch` in Ray's store (in a list, so
+            that Ray passes the reference on and not the batch); what was lost, in a sentence. None when the data
+            source has no more tasks.
 
         Raises:
             AgentRLError: no episode of the batch can be trained on; the text carries the last error.
@@ -149,7 +151,7 @@ class RolloutManager:
         await self.pool.hold()
         import ray
 
-        return metrics, [ray.put(batch)]
+        return metrics, [ray.put(batch)], lost_episodes([*impossible, *groups])
 
     async def _play(self, step: int) -> tuple[list[Group], list[Group]]:
         """The next groups of the account, and those before them that can never be played.

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.text import Text
 
+from agentrl.config.presets import demo_alone
 from agentrl.config.schema import Config
 from agentrl.data.rundir import RunDir
 from agentrl.errors import AgentRLError, ConfigError, EnvError
@@ -74,6 +75,7 @@ def train(cfg: Config) -> int:
         progress = stack.enter_context(Progress(f"agentrl train · {run.path.name}", cfg.num_rollout))
         progress.resume_at(start)
         progress.log(Text(f"run folder  {run.path}"))
+        progress.warn(demo_alone(cfg))
         try:
             with (
                 Warden(last_words=KILLED.format(logs=shown(run.logs), run=shown(run.path))) as warden,

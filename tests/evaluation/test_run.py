@@ -406,3 +406,14 @@ def test_what_was_said_is_in_the_file_and_not_in_memory(run_eval, out, monkeypat
     first, second = (s._ended["Sums"] for s in sessions)
     assert len(first) == len(second) == 12 and not any(t.messages or t.segments for t in first + second)
     assert all(line["messages"] for line in lines(out) if line["outcome"] == "completed")
+
+
+def test_a_server_that_only_fails_is_said_at_once_and_at_the_end(run_eval, out, capsys, monkeypatch):
+    monkeypatch.setattr("agentrl.evaluation.run.POLL_SECONDS", 0.02)
+    with FakeOpenAI(refused(500, "oops, out of memory")) as server:
+        assert run_eval(server, "--limit", "2", "--engine-timeout", "2", "--max-retries", "0") == 1
+    shown = capsys.readouterr().out
+    assert "warning: a request got no answer and is sent again: HTTP 500: oops, out of memory" in shown
+    assert shown.count("is sent again") == 1
+    assert "not one of 2 episodes could be scored" in shown and "the last: engine_error" in shown
+    assert shown.rindex("oops, out of memory") > shown.index("not one of 2")

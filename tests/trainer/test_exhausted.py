@@ -15,6 +15,7 @@ from agentrl.trainer import loop
 from agentrl.trainer.group import Generated
 
 METRICS = {"rollout/reward": 0.0, "rollout/tokens_per_s": 0.0, "rollout/success": 0.0, "rollout/turns": 1.0}
+METRICS["rollout/zero_variance"] = 0.0
 
 
 @pytest.mark.parametrize(

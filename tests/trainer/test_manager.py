@@ -58,7 +58,7 @@ async def test_a_task_of_which_nothing_was_trained_is_dropped_and_not_called_tra
         return Group(group_id, task, [episode(group_id, i, task, reason) for i, reason in enumerate(reasons)])
 
     manager.runner = SimpleNamespace(run_group=run_group)
-    _, (batch,) = await manager.generate(0)
+    _, (batch,), _ = await manager.generate(0)
     assert set(batch.group_ids) == {"g00000000", "g00000002"}
     await manager.mark_trained()
     counts = manager.buffer.counts
@@ -77,7 +77,7 @@ async def test_episodes_of_several_agents_count_by_episode_and_group(manager: Ro
         return Group(group_id, task, parts)
 
     manager.runner = SimpleNamespace(run_group=run_group)
-    metrics, (batch,) = await manager.generate(0)
+    metrics, (batch,), _ = await manager.generate(0)
     counted, _ = await manager.peek()
     assert (counted["done"], counted["total"]) == (6, 6)
     assert (batch.num_episodes, batch.num_trajectories) == (6, 12)
@@ -117,7 +117,7 @@ async def test_a_source_that_ends_is_no_error_and_its_last_tasks_are_trained(man
     manager.buffer, manager.runner = DataBuffer(Finite(4)), playing()
     sizes = []
     for step in range(2):
-        _, (batch,) = await manager.generate(step)
+        _, (batch,), _ = await manager.generate(step)
         sizes.append(batch.num_episodes)
         await manager.mark_trained()
     assert sizes == [6, 2]
@@ -127,7 +127,8 @@ async def test_a_source_that_ends_is_no_error_and_its_last_tasks_are_trained(man
 
 async def test_tasks_that_can_never_be_played_are_dropped_and_the_run_goes_on(manager: RolloutManager) -> None:
     manager.buffer, manager.runner = DataBuffer(Finite(9)), playing("t/0", "t/1", "t/2", "t/4")
-    metrics, (batch,) = await manager.generate(0)  # the whole first batch, and one of the next
+    metrics, (batch,), lost = await manager.generate(0)  # the whole first batch, and one of the next
+    assert lost.startswith("8 of 12 episodes were lost")
     assert set(batch.group_ids) == {"g00000003", "g00000005"}
     assert metrics["rollout/errors"] == 8 and metrics["data/dropped"] == 4
     await manager.mark_trained()
@@ -140,7 +141,7 @@ async def test_tasks_that_can_never_be_played_are_dropped_and_the_run_goes_on(ma
 async def test_a_single_impossible_task_does_not_stop_a_run_of_one_task_a_rollout(manager: RolloutManager) -> None:
     manager.cfg = manager.cfg.replace(rollout_batch_size=1)
     manager.buffer, manager.runner = DataBuffer(Finite(3)), playing("t/0")
-    _, (batch,) = await manager.generate(0)
+    _, (batch,), _ = await manager.generate(0)
     assert set(batch.group_ids) == {"g00000001"}
 
 
