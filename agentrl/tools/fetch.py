@@ -20,6 +20,7 @@ from agentrl.errors import ConfigError
 from agentrl.tools.addresses import AddressRefused, Guard, GuardedBackend, Resolver
 from agentrl.tools.base import Tool, ToolError, ToolErrorType, ToolResult
 from agentrl.tools.json_schema import shorten
+from agentrl.tools.page_reader import read_page
 from agentrl.tools.threads import run_blocking
 from agentrl.versions import install_command
 
@@ -58,7 +59,8 @@ class FetchTool(Tool):
     machine, its network, or a cloud's metadata service, by whatever name or number. Neither proxies nor cookies
     nor credentials are used, and the environment is not read.
 
-    HTML becomes text by trafilatura (extra ``tools``); other text is shown as it is. robots.txt is not read.
+    HTML becomes text by trafilatura (extra ``tools``), in a process with a limit of CPU time; other text is shown as it
+    is. robots.txt is not read.
 
     Args:
         allowed_domains: If given, only these and their subdomains.
@@ -122,7 +124,7 @@ class FetchTool(Tool):
         try:
             async with asyncio.timeout(self.seconds):
                 page = await self._page(url)
-                text = await run_blocking(page_text, page)
+                text = await run_blocking(read_page, page.url, page.content_type, page.body, self.seconds)
         except TimeoutError:
             raise ToolError(
                 f"fetch: {_named(url)} took longer than {self.seconds:g} s", ToolErrorType.TIMEOUT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import httpcore
 import pytest
 
 from agentrl.errors import ConfigError
-from agentrl.tools import FetchTool, ToolError, run_calls
+from agentrl.tools import FetchTool, ToolError, page_reader, run_calls
 from agentrl.tools.addresses import MAX_TRIED, AddressRefused, Guard, GuardedBackend, is_public, resolve
 from agentrl.tools.fetch import MAX_TAGS, MAX_URL, Page, page_text
 from agentrl.types import ToolCall
@@ -55,6 +56,10 @@ class Site(BaseHTTPRequestHandler):
 
     def get_page(self, _: str) -> None:
         self.answer(PAGE.encode(), "text/html; charset=utf-8")
+
+    def get_attributes(self, count: str) -> None:
+        tag = " ".join(f"a{number}=1" for number in range(int(count)))
+        self.answer(f"<html><body><p {tag}>slow</p></body></html>".encode(), "text/html")
 
     def get_packed(self, _: str) -> None:
         self.answer(gzip.compress(PAGE.encode()), "text/html", Content_Encoding="gzip")
@@ -492,6 +497,51 @@ def test_a_page_made_to_be_slow_is_read_quickly():
     assert time.monotonic() - started < 5
 
 
+def test_a_page_made_to_be_slow_ends_while_others_are_read(fetch):
+    """The attributes of one tag: a minute of the parser, with a lock that all other pages wait for."""
+    url = f"http://site.test:{fetch.port}/"
+
+    async def all_of_them() -> list:
+        slow = [ToolCall("slow", {"url": f"{url}attributes/40000"})]
+        quick = [ToolCall("quick", {"url": f"{url}page"})] * 6
+        tools = {"slow": fetch.tool(seconds=2.5), "quick": fetch.tool()}
+        return await asyncio.gather(*(run_calls(calls, tools, timeout=60, max_calls=9) for calls in (slow, quick)))
+
+    (slow,), quick = asyncio.run(all_of_them())
+    assert slow.error.type in ("limit", "timeout") and "took" in slow.observation, slow
+    assert [result.error for result in quick] == [None] * 6
+    assert "largest animal" in fetch("page").observation
+
+
+def test_a_reader_that_was_killed_is_replaced(fetch):
+    assert "largest animal" in fetch("page").observation
+    process = page_reader._reader()[1]
+    process.kill()
+    process.wait(10)
+    assert "largest animal" in fetch("page").observation
+    assert page_reader._reader()[1] is not process
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_the_reader_has_no_key_and_ends_with_its_owner():
+    program = """
+import os
+os.environ["OPENAI_API_KEY"] = "secret"
+from agentrl.tools import page_reader
+print(page_reader.read_page("http://x/", "text/html", b"<html><body><p>Words.</p></body></html>", 60.0))
+process = page_reader._reader()[1]
+print("secret" in open(f"/proc/{process.pid}/environ").read(), process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    text, secret, pid = done.stdout.split()
+    assert (text, secret) == ("Words.", "False"), done.stderr
+    deadline = time.monotonic() + 30
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{pid}")
+
+
 @pytest.mark.parametrize("charset", ["punycode", "idna", "unicode_escape", "hex", "zip", "nonsense", "utf_7"])
 def test_a_charset_that_is_none_is_taken_for_utf_8(charset):
     page = Page("http://x/", 200, f"text/plain; charset={charset}", "é\\n-".encode() * 100_000, False)
@@ -515,7 +565,7 @@ def test_wrong_settings_are_explained(options, message):
 
 def test_without_trafilatura_the_extra_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"agentrl\[tools\]"):
+    with pytest.raises(ConfigError, match=r"agentrl-toolkit\[tools\]"):
         FetchTool()
 
 
