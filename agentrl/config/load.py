@@ -17,7 +17,7 @@ from agentrl.config.files import read_file
 from agentrl.config.parse import Given, parse_flags, parse_mapping
 from agentrl.config.presets import BEYOND, DEMO, preset
 from agentrl.config.schema import Config, EvalConfig
-from agentrl.config.serialize import read_run_config, run_folder_of
+from agentrl.config.serialize import OWNER, read_run_config, run_folder_of
 from agentrl.config.validate import validate, value_problems
 from agentrl.errors import ConfigError
 
@@ -124,17 +124,19 @@ def _run_layer(config_class: type, layers: list[Given]) -> Given | None:
     path = _last(layers, option)
     if path is None:
         return None
-    if config_class is Config and not Path(path).expanduser().exists():
-        raise ConfigError(f"--load: no such run folder or checkpoint: {path}")
     folder = run_folder_of(path)
     if folder is None:
         if config_class is EvalConfig:
             raise ConfigError(f"--run {path}: not a run folder (no config.json of a training run in it)")
+        _check_without_run(Path(path).expanduser(), layers)
         return None
     fields = options(config_class)
     of_run = read_run_config(folder)
     values = {name: value for name, value in of_run.items() if config_class is Config or name in fields}
-    for name in ("load", "output_dir"):
+    elsewhere = _last(layers, "output_dir")
+    forks = elsewhere is not None and Path(elsewhere).expanduser().resolve() != folder.resolve()
+    # What a run saves and exports to is its own: one that forks from it must not replace that.
+    for name in ("load", "output_dir", *(("save", "save_hf") if forks else ())):
         values.pop(name, None)
     if config_class is EvalConfig:
         _keep_what_fits(values, layers)
@@ -150,6 +152,30 @@ def _run_layer(config_class: type, layers: list[Given]) -> Given | None:
                 given.values.pop(name, None)
     given.sources = dict.fromkeys(given.values, "run")
     return given
+
+
+def _check_without_run(path: Path, layers: list[Given]) -> None:
+    """``--load`` of what is no run: a folder that this run is to fill (it starts afresh), or a checkpoint alone.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    targets = [Path(t).expanduser().resolve() for name in ("save", "output_dir") if (t := _last(layers, name))]
+    used = any((path / name).exists() for name in ("config.json", OWNER)) or any(path.glob("step_*"))
+    if path.resolve() in targets and not used:
+        for layer in layers:
+            layer.values.pop("load", None)
+    elif not path.exists():
+        raise ConfigError(
+            f"--load: no such run folder or checkpoint: {path}. To start a run there and go on with the same command, "
+            f"give --save {path} too."
+        )
+    elif not any(_last(layers, name) for name in ("env", "prompt_data")):
+        raise ConfigError(
+            f"--load {path}: no config.json of a run that can be read is in it or above it, so the run's options are "
+            "not known. Restore config.json from a copy, or give the options again (--env NAME and so on): the run "
+            "then goes on in a new folder."
+        )
 
 
 def _keep_what_fits(values: dict[str, Any], layers: list[Given]) -> None:

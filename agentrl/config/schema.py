@@ -178,7 +178,7 @@ class CheckpointOptions:
     """Checkpoints"""
 
     save: PathText | None = None
-    """Folder of the checkpoints; default `checkpoints/` in the run folder."""
+    """Folder of the checkpoints; default `checkpoints/` in the run folder. It belongs to this run alone."""
     save_interval: Count = 20
     """Rollouts between checkpoints; 0 writes none on the way. The last rollout is saved unless this is 0."""
     keep_last: Count = 2
@@ -186,8 +186,9 @@ class CheckpointOptions:
     save_hf: PathText | None = None
     """Folder to which the trained model is exported in Hugging Face form when the run ends."""
     load: PathText | None = None
-    """Run folder (or one checkpoint in it) to go on from. Its configuration is taken over; flags given here replace
-    it."""
+    """Run folder, its --save folder, or one checkpoint, to go on from. Its configuration is taken over; flags given
+    here replace it. With another --output-dir it is forked. A folder that is not there yet and that --save or
+    --output-dir names too starts a new run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,10 @@ from typing import Any
 from agentrl.config.fields import options
 from agentrl.config.parse import parse_mapping
 from agentrl.config.presets import DEMO, demo_folder
-from agentrl.errors import CheckpointError, ConfigError
+from agentrl.errors import CheckpointError
+
+OWNER = "run"
+"""File in a folder of checkpoints outside the run's own: the path of the run that saves there."""
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -40,12 +43,22 @@ def from_dict(config_class: type, values: dict[str, Any]) -> Any:
 
 
 def run_folder_of(path: str | Path) -> Path | None:
-    """The run folder ``path`` is, or lies in (a checkpoint); None when no ``config.json`` is found there."""
+    """The run folder ``path`` is, or lies in (a checkpoint), or that saves there; None without a ``config.json``."""
     start = Path(path).expanduser()
     for folder in (start, *start.absolute().parents[:2]):
-        if (folder / "config.json").is_file() and "rollout_batch_size" in _peek(folder / "config.json"):
-            return folder
+        for run in (folder, owner_of(folder)):
+            if run and (run / "config.json").is_file() and "rollout_batch_size" in _peek(run / "config.json"):
+                return run
     return None
+
+
+def owner_of(folder: Path) -> Path | None:
+    """The run that saves into a folder outside its own (``--save``), as it noted there; None when none did."""
+    try:
+        noted = (folder / OWNER).read_text(encoding="utf-8", errors="replace").strip()
+        return Path(noted) if noted and Path(noted).is_dir() else None
+    except (OSError, ValueError):
+        return None
 
 
 def _peek(file: Path) -> str:
@@ -56,10 +69,11 @@ def _peek(file: Path) -> str:
 def read_run_config(folder: Path) -> dict[str, Any]:
     """The options in a run folder's ``config.json``. Raises CheckpointError when it is torn."""
     file = folder / "config.json"
+    advice = "restore it from a copy, or give the options again without --load"
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: the run's configuration cannot be read: {error}") from None
+    except (OSError, RecursionError, ValueError) as error:
+        raise CheckpointError(f"{file}: the run's configuration cannot be read ({error}); {advice}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{file}: expected the options of a run, got {type(values).__name__}")
+        raise CheckpointError(f"{file}: expected the options of a run, got {type(values).__name__}; {advice}")
     return values

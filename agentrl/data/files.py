@@ -7,6 +7,8 @@ import errno
 import json
 import math
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +21,9 @@ _HINTS = {
     errno.EACCES: "permission denied: choose another --output-dir",
     errno.EPERM: "permission denied: choose another --output-dir",
     errno.EROFS: "the file system is read-only: choose another --output-dir",
+    errno.EISDIR: "a folder is in its place: move that away",
 }
+_PARTIAL = re.compile(r"\.(.+)\.\d+\.partial")
 
 
 @contextlib.contextmanager
@@ -32,13 +36,27 @@ def storage_errors(path: Path | str) -> Iterator[None]:
         raise StorageError(f"{path}: cannot be written: {hint}") from error
 
 
-def sync_folder(folder: Path) -> None:
-    """Make a rename inside ``folder`` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def refuse_folders(*files: Path) -> None:
+    """Raises StorageError where a folder is in the place of a file that is to be written."""
+    for file in files:
+        with storage_errors(file):
+            if file.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "is a folder")
+
+
+def flush(path: Path) -> None:
+    """Have the disk keep the contents of a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def flush_tree(folder: Path) -> None:
+    """:func:`flush` of a folder and of all that is below it."""
+    for path in (*folder.rglob("*"), folder):
+        flush(path)
 
 
 @contextlib.contextmanager
@@ -48,7 +66,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     Raises:
         StorageError: The disk is full or the folder not writable; ``path`` is as it was.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = _beside(path)
     with storage_errors(path):
         try:
             with partial.open("wb") as stream:
@@ -57,9 +75,34 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
                 os.fsync(stream.fileno())
             os.replace(partial, path)
         except BaseException:
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                partial.unlink()
             raise
-        sync_folder(path.parent)
+        flush(path.parent)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """An empty folder to fill, which then takes the place of ``path``, whole; what was there goes.
+
+    Raises:
+        StorageError: The disk is full or the place not writable; ``path`` is as it was.
+    """
+    partial, old = _beside(path), _beside(path.with_name(path.name + ".old"))
+    with storage_errors(path):
+        remove_partials(path.parent, path.name, path.name + ".old")
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+            flush_tree(partial)
+            if path.exists():
+                path.rename(old)
+            partial.rename(path)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        flush(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -68,10 +111,25 @@ def write_text(path: Path, text: str) -> None:
         stream.write(text.encode("utf-8"))
 
 
-def remove_partials(folder: Path) -> None:
-    """Delete what killed writers left in ``folder``."""
-    for leftover in folder.glob(".*.partial"):
-        leftover.unlink(missing_ok=True)
+def write_json(path: Path, value: Any) -> None:
+    """Replace ``path`` by ``value`` as JSON, atomically. NaN and infinities are refused."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+def remove_partials(folder: Path, *names: str) -> None:
+    """Delete what killed writers left in ``folder``: of these files and folders, or of all."""
+    for left in folder.glob(".*.partial"):
+        match = _PARTIAL.fullmatch(left.name)
+        if match is None or (names and match[1] not in names):
+            continue
+        if left.is_dir():
+            shutil.rmtree(left)
+        else:
+            left.unlink(missing_ok=True)
 
 
 def finite(value: Any) -> Any:
@@ -114,9 +172,9 @@ class JsonLines:
 
     def append(self, *records: dict[str, Any]) -> None:
         """Write a line a record, in one piece, and flush it. NaN and infinities become null."""
-        lines = [json.dumps(finite(record), allow_nan=False, default=_plain) + "\n" for record in records]
+        lines = b"".join(map(json_line, records))
         with storage_errors(self.path):
-            self._stream.write("".join(lines).encode("ascii"))
+            self._stream.write(lines)
             self._stream.flush()
 
     def sync(self) -> None:
@@ -131,6 +189,11 @@ class JsonLines:
                 self._stream.close()
 
 
+def json_line(record: dict[str, Any]) -> bytes:
+    """A record as a line of a JSONL file."""
+    return (json.dumps(finite(record), allow_nan=False, default=_plain) + "\n").encode("ascii")
+
+
 def _plain(value: Any) -> Any:
     """numpy scalars and arrays as Python numbers and lists."""
     if hasattr(value, "tolist"):
@@ -138,11 +201,14 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r}")
 
 
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+def read_jsonl(path: Path, *, damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
     """The records of a JSONL file; an unfinished last line is passed over.
 
+    Args:
+        damaged: Where given, a line that cannot be read is named in it and passed over.
+
     Raises:
-        DataError: A line in the middle is not JSON; the text names file and line.
+        DataError: A line in the middle is not a JSON object; the text names file and line.
     """
     with path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
@@ -150,8 +216,12 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 return
             try:
                 record = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{path}:{number}: not a line of JSON: {error}") from None
-            if not isinstance(record, dict):
-                raise DataError(f"{path}:{number}: expected an object, got {type(record).__name__}")
-            yield record
+                problem = None if isinstance(record, dict) else f"expected an object, got {type(record).__name__}"
+            except (ValueError, RecursionError) as error:
+                problem = f"not a line of JSON: {error}"
+            if problem is None:
+                yield record
+            elif damaged is None:
+                raise DataError(f"{path}:{number}: {problem}")
+            else:
+                damaged.append(f"{path.name}:{number}: {problem}")

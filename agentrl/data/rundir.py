@@ -1,8 +1,9 @@
 """The folder of one run: everything it writes, and what a later run, page or notebook needs to read it.
 
 config.json      every option, resolved; `agentrl train --load RUN` starts from it
-run.json         when and by which versions the run was started
+run.json         when and by which versions the run was started, where it was forked from, how it ended
 metrics.jsonl    one line a step (training) and one an evaluation
+evaluations.jsonl  the whole summary of each evaluation; its lines in metrics.jsonl follow from it
 tensorboard/     the same scalars
 trajectories/    every episode, see :mod:`agentrl.data.store`
 checkpoints/     model, optimizer, data position
@@ -20,35 +21,59 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl.data.files import JsonLines, atomic_file, finite, read_jsonl, remove_partials, storage_errors, write_text
+from agentrl.data.files import (
+    JsonLines,
+    atomic_file,
+    json_line,
+    read_jsonl,
+    refuse_folders,
+    remove_partials,
+    storage_errors,
+    write_json,
+)
 from agentrl.data.store import TrajectoryStore
 from agentrl.data.tasks import env_label
 from agentrl.data.tracking import TensorBoard, Tracker, WandB, plot_reward
 from agentrl.errors import ConfigError, StorageError
 from agentrl.versions import git_state, installed
 
+PRIVATE = 0o700
+"""Mode of a run folder: it holds what users and models said, and weights."""
 REWARD = "rollout/reward"
+SCALARS = ("turns", "tool_calls", "tokens", "truncation_rate", "errors", "seconds")
+
+
+def flatten_summary(name: str, summary: Mapping[str, Any]) -> dict[str, float]:
+    """Scalars of a held-out summary as ``eval/<set>/<metric>``."""
+    values = {k: summary[k] for k in SCALARS}
+    for key in ("success", "reward"):
+        estimate = summary[key]
+        values |= {key: estimate["mean"], f"{key}_low": estimate["low"], f"{key}_high": estimate["high"]}
+    return {f"eval/{name}/{key}": math.nan if value is None else float(value) for key, value in values.items()}
 
 
 class RunDir:
     """A run folder, held by one process at a time. Use as a context manager, or call :meth:`close`.
 
-    Make one with :meth:`create`, or :meth:`resume` to go on.
+    Make one with :meth:`create`, or :meth:`resume` and :meth:`go_on` to go on.
+
+    Attributes:
+        mended: what was found damaged, and what became of it, for a person.
     """
 
     def __init__(self, path: Path | str, config: Any):
         """Take hold of an existing folder. Raises StorageError when another process has it."""
         self.path = Path(path)
         self.config = config
-        self.example_shown = False
+        self.mended: list[str] = []
         self._lock = self._acquire()
         with storage_errors(self.logs):
             self.logs.mkdir(exist_ok=True)
-        remove_partials(self.path)
+            remove_partials(self.path)
         self._metrics: JsonLines | None = None
         self._trackers: list[Tracker] = []
 
@@ -62,6 +87,14 @@ class RunDir:
             ConfigError: The folder holds a run already.
             StorageError: It cannot be made or written.
         """
+        run = cls.reserve(config, base=base)
+        run.note_start()
+        run.open_trackers()
+        return run
+
+    @classmethod
+    def reserve(cls, config: Any, *, base: Path | str = "runs") -> RunDir:
+        """As :meth:`create`, but the folder is no run yet: :meth:`note_start` makes it one."""
         if config.output_dir is not None:
             path = Path(config.output_dir).absolute()
             if (path / "config.json").exists() or (path / "trajectories.jsonl").exists():
@@ -70,31 +103,49 @@ class RunDir:
                     f"{config.output_dir}, or choose another folder."
                 )
             with storage_errors(path):
-                path.mkdir(parents=True, exist_ok=True)
+                path.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
         else:
             path = _new_folder(Path(base).absolute(), config)
-        run = cls(path, config.replace(output_dir=str(path)))
-        run._write_description()
-        run._open_trackers(first_step=None)
-        return run
+        return cls(path, config.replace(output_dir=str(path)))
 
     @classmethod
-    def resume(cls, config: Any, *, step: int) -> RunDir:
-        """The run folder ``config.output_dir``, rewound to the checkpoint after ``step`` rollouts.
-
-        What was logged and stored after it is removed: it will be done again. With a new, empty
-        ``--output-dir`` the run goes on there and the old folder stays as it is.
+    def resume(cls, config: Any) -> RunDir:
+        """The run folder ``config.output_dir``, as it is. Nothing is changed before :meth:`go_on`.
 
         Raises:
             StorageError: It cannot be written, or another process is using it.
         """
-        if config.output_dir is None or not Path(config.output_dir, "config.json").is_file():
-            return cls.create(config)
-        run = cls(Path(config.output_dir).absolute(), config)
-        run._rewind(step)
-        run._write_description()
-        run._open_trackers(first_step=step)
-        return run
+        path = Path(config.output_dir).absolute()
+        refuse_folders(*(path / name for name in ("config.json", "run.json", "metrics.jsonl", "evaluations.jsonl")))
+        return cls(path, config)
+
+    def go_on(self, step: int) -> None:
+        """Go on after ``step`` rollouts: what was logged and stored after them is removed, for it will be done again.
+
+        Whatever a kill left half done is completed, so the checkpoint must be settled before
+        (:meth:`~agentrl.trainer.checkpoint.CheckpointStore.go_on_from`): the next start then comes here again.
+        """
+        evaluations = [line for line in self.evaluations(mended=self.mended) if line["step"] <= step]
+        done = {line["step"] for line in evaluations}
+        metrics = [
+            line
+            for line in self.metrics(mended=self.mended)
+            # An evaluation of this very step that is not on record is played again.
+            if line["step"] < step or (line["step"] == step and (not _of_evaluation(line) or step in done))
+        ]
+        _rewrite(self.path / "evaluations.jsonl", evaluations)
+        _rewrite(self.path / "metrics.jsonl", metrics)
+        self.store.rewind(step)
+        trained = {line["step"] for line in metrics if not _of_evaluation(line)}
+        forked = self.description().get("forked_from")
+        first = forked.get("step", 0) if isinstance(forked, dict) else 0
+        if missing := [n for n in range(first + 1, step + 1) if n not in trained]:
+            self.mended.append(f"metrics.jsonl has no line of step {', '.join(map(str, missing))}")
+        self.open_trackers(first_step=step)
+        logged = {line["step"] for line in metrics if _of_evaluation(line)}
+        for line in evaluations:
+            if line["step"] not in logged:
+                self._log_scalars(line)
 
     @classmethod
     def reopen(cls, config: Any) -> RunDir | None:
@@ -108,19 +159,15 @@ class RunDir:
             return None
         return cls(path, config.replace(output_dir=str(path)))
 
-    def start_again(self) -> None:
-        """Note another start, by a run that was made with :meth:`reopen`."""
-        self._write_description()
-
     def describe(self, **facts: Any) -> None:
         """Set keys of ``run.json`` beside ``starts``."""
-        write_text(self.path / "run.json", json.dumps({**self.description(), **facts}, indent=2) + "\n")
+        write_json(self.path / "run.json", {**self.description(), **facts})
 
     def description(self) -> dict[str, Any]:
         """``run.json``; empty when it is not there or damaged."""
         try:
             values = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, RecursionError, ValueError):
             return {}
         return values if isinstance(values, dict) else {}
 
@@ -136,9 +183,14 @@ class RunDir:
             ) from None
         return lock
 
-    def _write_description(self) -> None:
-        write_text(self.path / "config.json", json.dumps(self.config.to_dict(), indent=2, allow_nan=False) + "\n")
-        earlier = self.description().get("starts", [])
+    def note_start(self, **facts: Any) -> None:
+        """Write ``config.json``, and into ``run.json`` this start and ``facts``."""
+        again = (self.path / "config.json").is_file()
+        write_json(self.path / "config.json", self.config.to_dict())
+        earlier = self.description().get("starts")
+        if again and not isinstance(earlier, list):
+            self.mended.append("run.json was missing or damaged: it is begun anew")
+        earlier = earlier if isinstance(earlier, list) else []
         start = {
             "time": time.time(),
             "argv": sys.argv[1:],
@@ -150,9 +202,10 @@ class RunDir:
             "git": git_state(os.getcwd()),
             "agentrl_git": git_state(Path(__file__).parent),
         }
-        self.describe(starts=[*earlier, start])
+        self.describe(starts=[*earlier, start], **facts)
 
-    def _open_trackers(self, first_step: int | None) -> None:
+    def open_trackers(self, first_step: int | None = None) -> None:
+        """Begin with TensorBoard and wandb; what they hold of steps after ``first_step`` is void."""
         if getattr(self.config, "tensorboard", False):
             self._trackers.append(TensorBoard(self.tensorboard_dir, first_step=first_step))
         if getattr(self.config, "use_wandb", False):
@@ -200,27 +253,50 @@ class RunDir:
         if self._metrics is None:
             self._metrics = JsonLines(self.path / "metrics.jsonl")
         self._metrics.append({"step": int(step), "time": time.time(), **values})
+        self._metrics.sync()
         numbers = {name: value for name, value in values.items() if math.isfinite(value)}
         for tracker in self._trackers:
             tracker.log(int(step), numbers)
 
     def log_evaluation(self, step: int, sets: Mapping[str, Any]) -> None:
-        """Append one line to ``evaluations.jsonl``: the whole summary of each held-out set after ``step`` rollouts."""
+        """Append the whole summary of each held-out set after ``step`` rollouts to ``evaluations.jsonl``.
+
+        Its scalars follow in ``metrics.jsonl``, at the next start where a kill comes between.
+        """
+        line = {"step": int(step), "sets": dict(sets)}
         lines = JsonLines(self.path / "evaluations.jsonl")
         try:
-            lines.append({"step": int(step), "sets": dict(sets)})
+            lines.append(line)
+            lines.sync()
         finally:
             lines.close()
+        self._log_scalars(line)
 
-    def evaluations(self) -> Iterator[dict[str, Any]]:
-        """The lines of ``evaluations.jsonl``, oldest first; nothing when there is none."""
-        file = self.path / "evaluations.jsonl"
-        return read_jsonl(file) if file.is_file() else iter(())
+    def _log_scalars(self, evaluation: Mapping[str, Any]) -> None:
+        self.log_metrics(evaluation["step"], scalars_of(evaluation))
 
-    def metrics(self) -> Iterator[dict[str, Any]]:
-        """The lines of ``metrics.jsonl``; nothing when there is none."""
-        file = self.path / "metrics.jsonl"
-        return read_jsonl(file) if file.is_file() else iter(())
+    def evaluations(self, *, mended: list[str] | None = None) -> Iterator[dict[str, Any]]:
+        """The lines of ``evaluations.jsonl``, oldest first. Damaged ones are passed over, and named in ``mended``."""
+        return self._lines("evaluations.jsonl", scalars_of, mended)
+
+    def metrics(self, *, mended: list[str] | None = None) -> Iterator[dict[str, Any]]:
+        """The lines of ``metrics.jsonl``. Damaged ones are passed over, and named in ``mended``."""
+        return self._lines("metrics.jsonl", lambda line: None, mended)
+
+    def _lines(self, name: str, check: Callable[[Any], Any], mended: list[str] | None) -> Iterator[dict[str, Any]]:
+        damaged: list[str] = []
+        file = self.path / name
+        for line in read_jsonl(file, damaged=damaged) if file.is_file() else ():
+            try:
+                if type(line["step"]) is not int:
+                    raise TypeError(f"step is {line['step']!r}")
+                check(line)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                damaged.append(f"{name}: no such line as expected: {error!r}")
+            else:
+                yield line
+        if mended is not None:
+            mended += [f"{problem}; the line is passed over" for problem in damaged]
 
     def plot_reward(self) -> Path:
         """Draw ``reward.png`` from the metrics; returns its path."""
@@ -234,18 +310,6 @@ class RunDir:
         path = self.path / "reward.png"
         plot_reward(path, rewards, held_out, title=self.path.name)
         return path
-
-    def _rewind(self, step: int) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
-        for name in ("metrics.jsonl", "evaluations.jsonl"):
-            file = self.path / name
-            kept = [line for line in read_jsonl(file) if line["step"] <= step] if file.is_file() else []
-            with atomic_file(file) as stream:
-                for line in kept:
-                    stream.write((json.dumps(finite(line)) + "\n").encode("ascii"))
-        self._metrics = None
-        self.store.rewind(step)
 
     # -- end -----------------------------------------------------------------------------------
 
@@ -269,6 +333,24 @@ class RunDir:
         self.close()
 
 
+def _of_evaluation(line: Mapping[str, Any]) -> bool:
+    return any(name.startswith("eval/") for name in line)
+
+
+def scalars_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """What ``metrics.jsonl`` says of a line of ``evaluations.jsonl``."""
+    metrics: dict[str, float] = {}
+    for name, summary in evaluation["sets"].items():
+        metrics |= flatten_summary(name, summary)
+    return metrics
+
+
+def _rewrite(file: Path, lines: list[dict[str, Any]]) -> None:
+    with atomic_file(file) as stream:
+        for line in lines:
+            stream.write(json_line(line))
+
+
 def _new_folder(base: Path, config: Any) -> Path:
     """Make ``<base>/<env>-<date>-<n>`` with the first free n."""
     # Without an environment or task file of its own, an evaluation is of held-out files alone.
@@ -285,7 +367,7 @@ def _new_folder(base: Path, config: Any) -> Path:
         while True:
             path = base / f"{stem}-{number}"
             try:
-                path.mkdir()
+                path.mkdir(mode=PRIVATE)
             except FileExistsError:
                 number += 1
             else:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from agentrl.config.schema import EvalConfig
 from agentrl.config.serialize import run_folder_of
-from agentrl.data.files import JsonLines, read_jsonl
+from agentrl.data.files import JsonLines, atomic_file, json_line, read_jsonl
 from agentrl.data.records import to_record
 from agentrl.data.rundir import RunDir
 from agentrl.errors import ConfigError
@@ -104,7 +104,7 @@ def _open_folder(cfg: EvalConfig, what: dict[str, Any]) -> RunDir:
                 "another folder."
             )
         refuse_other(before or what, what, Path(str(cfg.output_dir)))
-        run.start_again()
+        run.note_start()
         run.describe(**{IDENTITY: what})
     except BaseException:
         run.close()
@@ -277,17 +277,10 @@ def without_text(trajectory: Trajectory) -> Trajectory:
 
 def rewrite(file: Path, keep: Container[str]) -> None:
     """Leave the trajectories with these ids in a ``trajectories.jsonl``: the whole file is replaced, or nothing."""
-    partial = file.with_name(f".{file.name}.partial")
-    partial.unlink(missing_ok=True)
-    lines = JsonLines(partial)
-    try:
+    with atomic_file(file) as stream:
         for record in read_jsonl(file):
             if record["trajectory_id"] in keep:
-                lines.append(record)
-        lines.sync()
-    finally:
-        lines.close()
-    partial.replace(file)
+                stream.write(json_line(record))
 
 
 async def _until_sigterm(work: Coroutine[Any, Any, Any]) -> Any:

@@ -10,34 +10,49 @@
         hf/               the model in Hugging Face form, for `agentrl eval --run` and `agentrl export`
       latest              the name of the newest checkpoint
       best                step, metric and value of the best one, which is kept beside the newest
+      run                 the run that owns the folder, where it is not in the run's own (``--save``)
 
-A checkpoint is built as ``step_000010.tmp``, every file is flushed to the disk, the folder is renamed, and only
-then ``latest`` is replaced. A kill at any moment leaves the earlier checkpoints as they were, and a
-``.tmp`` folder that the next save removes.
+A checkpoint is built as ``step_000010.tmp``, every file is flushed to the disk, ``latest`` is pointed to it, and then
+the folder is renamed: that rename alone makes it one. A kill at any moment leaves the earlier checkpoints as they
+were, and left-overs that the next start removes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from agentrl.data.files import storage_errors
-from agentrl.errors import CheckpointError
+from agentrl.config.serialize import OWNER, owner_of, read_run_config, run_folder_of
+from agentrl.data.files import (
+    flush,
+    flush_tree,
+    refuse_folders,
+    remove_partials,
+    storage_errors,
+    write_json,
+    write_text,
+)
+from agentrl.errors import AgentRLError, CheckpointError, ConfigError, StorageError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 ROLLOUT_STATE = "rollout.json"
 TRAINER_FOLDER = "trainer"
 HF_FOLDER = "hf"
-BEST = "best"
+LATEST, BEST = "latest", "best"
 _NAME = re.compile(r"step_(\d{6,})")
+_LEFT_OVER = re.compile(r"step_\d{6,}\.(tmp|removed)")
 
 
 class TrainerState(Protocol):
@@ -66,10 +81,16 @@ class Best:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on the disk. ``step`` is the number of rollouts trained on."""
+    """A complete checkpoint on the disk.
+
+    Attributes:
+        step: rollouts trained on.
+        passed_over: newer ones that could not be used, each with the reason.
+    """
 
     path: Path
     step: int
+    passed_over: tuple[str, ...] = ()
 
     @property
     def hf_folder(self) -> Path:
@@ -115,25 +136,37 @@ class CheckpointStore:
             if which != "newest":
                 raise CheckpointError(f"{path} is one checkpoint; to choose {which!r}, give the run folder")
             return cls(path.parent).open(path.name)
-        store = cls(_folder_of(path))
+        store = cls.of_run(path)
         if which == "newest":
             return store.newest()
         return store.best() if which == "best" else store.open(_name(int(which)))
 
+    @classmethod
+    def of_run(cls, path: Path) -> CheckpointStore:
+        """The store of a run folder: where its ``--save`` says, else in the run folder; or the folder itself."""
+        try:
+            save = read_run_config(path).get("save")
+        except AgentRLError:
+            save = None
+        if save:
+            return cls(save)
+        inner = path / "checkpoints"
+        return cls(inner if inner.is_dir() else path)
+
     def newest(self) -> Checkpoint:
         """The newest checkpoint whose every file is there and has the checksum of its manifest.
 
-        "Newest" is the one written last (``latest``); should that one be damaged, the highest step.
+        "Newest" is the one written last (``latest``); should that one be damaged, the one before it.
 
         Raises:
             CheckpointError: none is.
         """
-        refused = []
+        refused: list[str] = []
         for step in self._newest_first():
             name = _name(step)
             reason = _damage(self.root / name)
             if reason is None:
-                return Checkpoint(self.root / name, step)
+                return Checkpoint(self.root / name, step, tuple(refused))
             refused.append(f"{name}: {reason}")
         found = "; ".join(refused) or "no step_* folder in it"
         raise CheckpointError(
@@ -148,6 +181,11 @@ class CheckpointStore:
         """
         kept = self.best_so_far()
         if kept is None:
+            if (self.root / BEST).exists():
+                raise CheckpointError(
+                    f"{self.root / BEST} cannot be read; take the newest checkpoint, or one by its number. "
+                    "Going on with --load mends it"
+                )
             raise CheckpointError(
                 f"{self.root} has no best checkpoint: the run was trained without --best-metric, or not evaluated yet. "
                 "Take the newest one, or one by its number"
@@ -155,19 +193,12 @@ class CheckpointStore:
         return self.open(_name(kept.step))
 
     def best_so_far(self) -> Best | None:
-        """What the pointer ``best`` says, or None when there is none.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
-        pointer = self.root / BEST
-        if not pointer.is_file():
-            return None
-        values = read_json(pointer)
+        """What the pointer ``best`` says; None when there is none, or it is damaged: the next evaluation mends it."""
         try:
+            values = read_json(self.root / BEST)
             return Best(int(values["step"]), str(values["metric"]), float(values["value"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{pointer} cannot be read ({error!r}); remove it") from error
+        except (CheckpointError, KeyError, TypeError, ValueError):
+            return None
 
     def open(self, name: str) -> Checkpoint:
         """One checkpoint by its folder name.
@@ -196,17 +227,97 @@ class CheckpointStore:
         return next((s for s in self._newest_first() if _damage(self.root / _name(s), deep=False) is None), None)
 
     def _newest_first(self) -> list[int]:
-        pointer = self.root / "latest"
-        last = pointer.read_text().strip() if pointer.is_file() else ""
-        return sorted(self.steps(), key=lambda step: (_name(step) == last, step), reverse=True)
+        """Steps in the order in which they are tried; those after ``latest`` are of a branch that was left."""
+        steps = sorted(self.steps(), reverse=True)
+        try:
+            match = _NAME.fullmatch((self.root / LATEST).read_text(errors="replace").strip())
+        except OSError:
+            match = None
+        if match is None:
+            return steps
+        return [s for s in steps if s <= int(match[1])] + [s for s in steps if s > int(match[1])]
+
+    # -- whose it is ------------------------------------------------------------------------------
+
+    def refuse_others(self, run: Path | None) -> None:
+        """Raises ConfigError when the folder is of another run than ``run`` (None: one whose folder is yet to come)."""
+        owner = owner_of(self.root) or run_folder_of(self.root)
+        if run is not None and owner is not None and _same(owner, run):
+            return
+        if owner is not None and (owner / "config.json").is_file():
+            raise ConfigError(
+                f"--save {self.root} belongs to the run {owner}, whose checkpoints this one would remove as it goes. "
+                f"Choose another folder, or continue that run with --load {owner}."
+            )
+        moved = run is not None and _same(CheckpointStore.of_run(run).root, self.root)
+        if not moved and (steps := self.steps()):
+            raise ConfigError(
+                f"--save {self.root} holds checkpoints of another run (up to step {steps[-1]}), which this one "
+                "would remove as it goes. Choose another folder, or continue that run with --load."
+            )
+
+    @contextlib.contextmanager
+    def held_by(self, run: Path) -> Iterator[None]:
+        """For as long as ``run`` goes on, no other run may write here. What a kill left behind is removed.
+
+        Raises:
+            ConfigError: the checkpoints are of another run.
+            StorageError: another run is writing here, or the folder cannot be written.
+        """
+        with contextlib.ExitStack() as stack:
+            if not _same(self.root.parent, run) and not _same(self.root, run):  # the run folder has its own lock
+                with storage_errors(self.root):
+                    self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+                    lock = stack.enter_context((self.root / ".lock").open("w"))
+                    try:
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        raise StorageError(
+                            f"--save {self.root}: another run is writing its checkpoints there. Choose another folder."
+                        ) from None
+                self.refuse_others(run)
+                write_text(self.root / OWNER, f"{run}\n")
+            refuse_folders(self.root / LATEST, self.root / BEST)
+            with storage_errors(self.root):
+                self._sweep()
+            yield
+
+    def _sweep(self) -> None:
+        """Remove what interrupted saves and removals left: folders of those names only, others are not ours."""
+        if self.root.is_dir():
+            for left in self.root.iterdir():
+                if _LEFT_OVER.fullmatch(left.name) and left.is_dir():
+                    shutil.rmtree(left)
+            remove_partials(self.root, LATEST, BEST, OWNER)
 
     # -- writing ----------------------------------------------------------------------------------
 
-    def go_on_from(self, checkpoint: Checkpoint) -> None:
-        """Make ``checkpoint`` the newest, if it is one of these: a run that went back does not skip ahead again."""
-        if checkpoint.path.parent.resolve() == self.root.resolve() and self.newest_step() != checkpoint.step:
-            with storage_errors(self.root):
-                write_atomically(self.root / "latest", _name(checkpoint.step))
+    def adopt(self, source: Checkpoint) -> Checkpoint:
+        """Have another run's checkpoint as one of these too: its files are linked, or copied to another file system.
+
+        The other run may go on, and remove its own.
+
+        Raises:
+            CheckpointError: it went away meanwhile.
+        """
+        with storage_errors(self.root):
+            building = self.begin(source.step)
+            try:
+                shutil.copytree(source.path, building, copy_function=_link, dirs_exist_ok=True)
+            except (shutil.Error, FileNotFoundError) as error:
+                full = next((e for e in _causes(error) if f"[Errno {errno.ENOSPC}]" in e), None)
+                if full:
+                    raise OSError(errno.ENOSPC, full) from error
+                raise CheckpointError(f"checkpoint {source.path} went away while it was taken over") from error
+            if reason := _damage(building, deep=False):
+                raise CheckpointError(f"checkpoint {source.path} went away while it was taken over: {reason}")
+            flush_tree(building)
+            return self._put_in_place(source.step)
+
+    def go_on_from(self, step: int) -> None:
+        """Make the checkpoint after ``step`` rollouts the newest: a run that went back does not skip ahead again."""
+        with storage_errors(self.root):
+            write_text(self.root / LATEST, _name(step))
 
     def mark_best(self, best: Best | None) -> None:
         """Point to a checkpoint that is there as the best so far, or to none; an earlier one is kept no longer."""
@@ -214,7 +325,7 @@ class CheckpointStore:
             if best is None:
                 (self.root / BEST).unlink(missing_ok=True)
             else:
-                write_atomically(self.root / BEST, json.dumps(asdict(best)))
+                write_json(self.root / BEST, asdict(best))
 
     async def save(self, step: int, *, trainer: TrainerState, rollout: RolloutState) -> Checkpoint:
         """Write a checkpoint of the whole run."""
@@ -228,9 +339,7 @@ class CheckpointStore:
     def begin(self, step: int) -> Path:
         """An empty folder to fill; left-overs of interrupted saves and removals go."""
         self.root.mkdir(parents=True, exist_ok=True)
-        for left in self.root.iterdir():
-            if left.name.endswith((".tmp", ".removed")):
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        self._sweep()
         folder = self.root / f"{_name(step)}.tmp"
         folder.mkdir()
         return folder
@@ -247,18 +356,22 @@ class CheckpointStore:
             raise CheckpointError(f"{building} is not there; call begin({step}) and fill it before commit")
         files = {}
         for file in sorted(p for p in building.rglob("*") if p.is_file()):
-            flush(file)
             files[str(file.relative_to(building))] = {"size": file.stat().st_size, "sha256": _sha256(file)}
+        flush_tree(building)
         write_json(building / MANIFEST, {"format": FORMAT, "step": step, "files": files})
-        for folder in (building, *(p for p in building.rglob("*") if p.is_dir())):
-            flush(folder)
-        final = self.root / _name(step)
-        if final.exists():
-            self._remove(step)
-        building.rename(final)
-        flush(self.root)
-        write_atomically(self.root / "latest", _name(step))
+        made = self._put_in_place(step)
         self._prune(step)
+        return made
+
+    def _put_in_place(self, step: int) -> Checkpoint:
+        final = self.root / _name(step)
+        replaced = self._set_aside(step) if final.exists() else None  # of a branch that was left
+        # Before the rename: as long as there is no such folder, the one before it is the newest.
+        write_text(self.root / LATEST, final.name)
+        final.with_name(f"{final.name}.tmp").rename(final)
+        flush(self.root)
+        if replaced is not None:
+            shutil.rmtree(replaced)
         return Checkpoint(final, step)
 
     def _prune(self, newest: int) -> None:
@@ -273,25 +386,37 @@ class CheckpointStore:
             self._remove(step)
 
     def _remove(self, step: int) -> None:
+        shutil.rmtree(self._set_aside(step))
+
+    def _set_aside(self, step: int) -> Path:
         # Renamed first, so that an interrupted removal cannot look like a checkpoint.
         doomed = self.root / f"{_name(step)}.removed"
         shutil.rmtree(doomed, ignore_errors=True)
         (self.root / _name(step)).rename(doomed)
-        shutil.rmtree(doomed)
-
-
-def _folder_of(run: Path) -> Path:
-    """Where a run's checkpoints are: where its ``--save`` says, else in the run folder; or the folder itself."""
-    config = run / "config.json"
-    save = read_json(config).get("save") if config.is_file() else None
-    if save:
-        return Path(save)
-    inner = run / "checkpoints"
-    return inner if inner.is_dir() else run
+        return doomed
 
 
 def _name(step: int) -> str:
     return f"step_{step:06d}"
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
+
+
+def _link(source: str, target: str) -> None:
+    """A second name for a file, which is never changed in place; a copy where the file system has no such thing."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _causes(error: Exception) -> list[str]:
+    """What went wrong in a ``shutil.copytree``, file by file."""
+    return [str(e[2]) for e in error.args[0]] if isinstance(error, shutil.Error) else [str(error)]
 
 
 def _damage(path: Path, *, deep: bool = True) -> str | None:
@@ -300,20 +425,22 @@ def _damage(path: Path, *, deep: bool = True) -> str | None:
     if not manifest.is_file():
         return f"{MANIFEST} is missing, so it was not finished"
     try:
-        contents = json.loads(manifest.read_text())
-        listed, version = contents["files"], contents["format"]
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-        return f"{MANIFEST} cannot be read ({error})"
-    if version != FORMAT:
-        return f"its format is {version}, this version of agentrl reads {FORMAT}"
-    for name, expected in listed.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != expected["size"]:
-            return f"{name} has {file.stat().st_size} bytes instead of {expected['size']}"
-        if deep and _sha256(file) != expected["sha256"]:
-            return f"{name} does not have the checksum it was saved with"
+        contents = json.loads(manifest.read_bytes())
+        if contents["format"] != FORMAT:
+            return f"its format is {contents['format']}, this version of agentrl reads {FORMAT}"
+        listed = {str(name): (file["size"], file["sha256"]) for name, file in contents["files"].items()}
+        if ROLLOUT_STATE not in listed:
+            return f"{MANIFEST} does not name {ROLLOUT_STATE}"
+        for name, (size, checksum) in listed.items():
+            file = path / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != size:
+                return f"{name} has {file.stat().st_size} bytes instead of {size}"
+            if deep and _sha256(file) != checksum:
+                return f"{name} does not have the checksum it was saved with"
+    except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
+        return f"{MANIFEST} or what it names cannot be read ({error!r})"
     return None
 
 
@@ -329,30 +456,6 @@ def read_json(path: Path) -> Any:
         CheckpointError: it is missing or not JSON.
     """
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        return json.loads(path.read_bytes())
+    except (OSError, RecursionError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); use another checkpoint") from error
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON and flush it to the disk. NaN and infinity are refused."""
-    path.write_text(json.dumps(value, indent=1, allow_nan=False))
-    flush(path)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a small file in one step."""
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text)
-    flush(beside)
-    os.replace(beside, path)
-    flush(path.parent)
-
-
-def flush(path: Path) -> None:
-    """Have the disk keep a file's or folder's contents."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from agentrl.data.files import storage_errors
+from agentrl.data.files import atomic_folder
 from agentrl.errors import CheckpointError, ConfigError
-from agentrl.trainer.checkpoint import CheckpointStore
+from agentrl.trainer.checkpoint import Checkpoint, CheckpointStore
 
 
 def export(run: str | Path, output_dir: str | Path, *, checkpoint: str = "newest") -> Path:
@@ -25,14 +25,13 @@ def export(run: str | Path, output_dir: str | Path, *, checkpoint: str = "newest
     target = Path(output_dir)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"--output-dir {output_dir} holds something already; give a new folder")
-    source = CheckpointStore.open_run(run, which=checkpoint)
+    copy_model(CheckpointStore.open_run(run, which=checkpoint), target)
+    return target
+
+
+def copy_model(source: Checkpoint, target: Path) -> None:
+    """Copy the model in a checkpoint to ``target``, in place of what is there. Raises CheckpointError, StorageError."""
     if not source.hf_folder.is_dir():
         raise CheckpointError(f"{source.path} holds no model in Hugging Face form")
-    partial = target.with_name(target.name + ".partial")
-    with storage_errors(target):
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(source.hf_folder, partial)
-        if target.is_dir():
-            target.rmdir()
-        partial.rename(target)
-    return target
+    with atomic_folder(target) as building:
+        shutil.copytree(source.hf_folder, building, dirs_exist_ok=True)

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from agentrl.data.rundir import scalars_of
 from agentrl.progress import Progress
 from agentrl.rollout.setup import has_gpu
 from agentrl.trainer.agreement import Bounds, Watch
@@ -114,7 +114,6 @@ async def evaluate(rollout: RolloutGroup, step: int, *, run: RunDir, progress: P
     """Evaluate on every held-out set."""
     progress.stage("evaluating on held-out tasks")
     summaries = await rollout.evaluate(step, progress=progress)
-    metrics: dict[str, float] = {}
     for name, summary in summaries.items():
         success = summary["success"]
         progress.evaluated(
@@ -124,8 +123,6 @@ async def evaluate(rollout: RolloutGroup, step: int, *, run: RunDir, progress: P
             f"[{success['low']:.1%}, {success['high']:.1%}] on {success['n_tasks']} tasks, "
             f"{summary['turns']:.1f} turns, {summary['errors']} errors",
         )
-        metrics |= flatten_summary(name, summary)
-    run.log_metrics(step, metrics)
     run.log_evaluation(step, summaries)
 
 
@@ -139,10 +136,7 @@ def keep_best(cfg: Config, *, checkpoints: CheckpointStore, run: RunDir, progres
         return
     there, found = set(checkpoints.steps()), None
     for evaluation in run.evaluations():
-        metrics: dict[str, float] = {}
-        for name, summary in evaluation["sets"].items():
-            metrics |= flatten_summary(name, summary)
-        value = metrics.get(cfg.best_metric)
+        value = scalars_of(evaluation).get(cfg.best_metric)
         if value is None or value != value or evaluation["step"] not in there:
             continue
         if found is None or value > found.value:
@@ -151,18 +145,6 @@ def keep_best(cfg: Config, *, checkpoints: CheckpointStore, run: RunDir, progres
         checkpoints.mark_best(found)
         if found is not None:
             progress.log(Text(f"best checkpoint so far: step {found.step}, {found.metric} {found.value:.3f}"))
-
-
-SCALARS = ("turns", "tool_calls", "tokens", "truncation_rate", "errors", "seconds")
-
-
-def flatten_summary(name: str, summary: dict[str, Any]) -> dict[str, float]:
-    """Scalars of a held-out summary as ``eval/<set>/<metric>``."""
-    values = {k: summary[k] for k in SCALARS}
-    for key in ("success", "reward"):
-        estimate = summary[key]
-        values |= {key: estimate["mean"], f"{key}_low": estimate["low"], f"{key}_high": estimate["high"]}
-    return {f"eval/{name}/{key}": math.nan if value is None else float(value) for key, value in values.items()}
 
 
 def best_metrics(sets: Iterable[str]) -> list[str]:

@@ -12,13 +12,15 @@ import contextlib
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 from rich.text import Text
 
 from agentrl.config.presets import demo_alone
 from agentrl.config.schema import Config
+from agentrl.config.serialize import read_run_config, run_folder_of
 from agentrl.data.rundir import RunDir
-from agentrl.errors import AgentRLError, ConfigError, EnvError
+from agentrl.errors import AgentRLError, CheckpointError, ConfigError, DataError, EnvError
 from agentrl.evaluation.heldout import held_out_sets
 from agentrl.loading import portable, portable_source
 from agentrl.process import cancel_on_signals, stderr_to, write_log_to
@@ -27,8 +29,9 @@ from agentrl.rollout.episode import describe
 from agentrl.rollout.setup import engine_spec, has_gpu, make_env, scratch
 from agentrl.trainer.checkpoint import Checkpoint, CheckpointStore
 from agentrl.trainer.cluster import Bundle, Cluster
+from agentrl.trainer.export import copy_model
 from agentrl.trainer.group import RolloutGroup, TrainerGroup
-from agentrl.trainer.loop import best_metrics, training_loop
+from agentrl.trainer.loop import best_metrics, due, keep_best, training_loop
 from agentrl.trainer.watch import ProcessLostError, Watch, with_pulse
 from agentrl.types import Trajectory
 from agentrl.versions import installed
@@ -42,6 +45,8 @@ KILLED = (
     "agentrl train ended without a word: killed, perhaps for lack of memory, or ended by a library, see {logs}. "
     "All its processes are gone; go on with: agentrl train --load {run}"
 )
+ADOPTIONS = 3
+"""How often a fork tries to get hold of the newest checkpoint of a run that goes on."""
 PATHS = ("save", "save_hf", "hf_checkpoint", "ref_load")
 HOOKS = ("env", "custom_rm_path", "custom_generate_function_path", "data_source_path")
 
@@ -55,40 +60,126 @@ def train(cfg: Config) -> int:
     """
     cfg = with_absolute_paths(cfg)
     check_environment(cfg)
-    source = CheckpointStore.open_run(cfg.load) if cfg.load else None
-    start = source.step if source else 0
-    if start >= cfg.num_rollout:
-        raise ConfigError(
-            f"{cfg.load} has done {start} of {cfg.num_rollout} rollouts: nothing is left to train. To go on, give a "
-            "larger --num-rollout."
-        )
-    check_targets(cfg, new=source is None)
     if cfg.deterministic:
         # Of the processes to come: an environment may go through a set of strings.
         os.environ.setdefault("PYTHONHASHSEED", "0")
     with contextlib.ExitStack() as stack:
-        run = stack.enter_context(RunDir.resume(cfg, step=start) if source else RunDir.create(cfg))
+        run, source = open_run(cfg, stack)
+        start = source.step if source else 0
         write_log_to(run.logs / "driver.log", cfg.log_level)
         log.info("start, process %d: %s", os.getpid(), ", ".join(f"{n} {v}" for n, v in installed().items()))
-        if source is not None:
-            CheckpointStore(run.checkpoints).go_on_from(source)
         progress = stack.enter_context(Progress(f"agentrl train · {run.path.name}", cfg.num_rollout))
         progress.resume_at(start)
         progress.log(Text(f"run folder  {run.path}"))
         progress.warn(demo_alone(cfg))
+        for passed_over in source.passed_over if source else ():
+            progress.log(Text(f"passed over {passed_over}"))
         try:
-            with (
-                Warden(last_words=KILLED.format(logs=shown(run.logs), run=shown(run.path))) as warden,
-                stderr_to(run.logs / "stderr.log"),
-                scratch(warden) as temp_dir,
-                Cluster(bundles(cfg), namespace=run.path.name, temp_dir=temp_dir) as cluster,
-            ):
-                asyncio.run(_run(run.config, cluster, run, progress, source))
+            if start < cfg.num_rollout or lacks_evaluation(cfg, run, start):
+                with (
+                    Warden(last_words=KILLED.format(logs=shown(run.logs), run=shown(run.path))) as warden,
+                    stderr_to(run.logs / "stderr.log"),
+                    scratch(warden) as temp_dir,
+                    Cluster(bundles(cfg), namespace=run.path.name, temp_dir=temp_dir) as cluster,
+                ):
+                    asyncio.run(_run(run.config, cluster, run, progress, source))
+            elif source is not None:
+                store = CheckpointStore(run.checkpoints)
+                settle(run, store, start, progress)
+                keep_best(cfg, checkpoints=store, run=run, progress=progress)
+                if cfg.save_hf:
+                    copy_model(source, Path(cfg.save_hf))
+            report(run, progress)
+            run.describe(ended={"step": progress.step, "save_hf": cfg.save_hf})
         except BaseException as error:
             how_to_go_on(run, progress, error)
             raise
-        report(run, progress)
     return 0
+
+
+def open_run(cfg: Config, stack: contextlib.ExitStack) -> tuple[RunDir, Checkpoint | None]:
+    """The run's folder, held until ``stack`` ends, and the checkpoint it goes on from, which is its own.
+
+    Nothing of a run that goes on is changed here but ``config.json`` and ``run.json``; nothing at all where it cannot.
+
+    Raises:
+        ConfigError: nothing is left to do, or a folder is of another run.
+        CheckpointError: there is no checkpoint to go on from.
+        StorageError: another process has the folder, or it cannot be written.
+    """
+    owner = run_folder_of(cfg.load) if cfg.load else None
+    goes_on = owner is not None and cfg.output_dir is not None and owner.resolve() == Path(cfg.output_dir).resolve()
+    facts: dict[str, Any] = {}
+    if goes_on:
+        check_targets(cfg, run=owner)
+        run = stack.enter_context(RunDir.resume(cfg))  # before the checkpoint is chosen: nobody else adds one now
+        source = find_checkpoint(cfg, run, owner)
+    else:
+        source = CheckpointStore.open_run(cfg.load) if cfg.load else None
+        check_targets(cfg, run=Path(cfg.output_dir) if cfg.output_dir else None)
+        refuse_when_done(cfg, None, source)
+        run = stack.enter_context(RunDir.reserve(cfg))
+    store = CheckpointStore(run.checkpoints)
+    stack.enter_context(store.held_by(run.path))
+    if goes_on:
+        refuse_when_done(cfg, run, source)
+    for attempt in range(ADOPTIONS):
+        if source is None or source.path.parent.resolve() == store.root.resolve():
+            break
+        try:
+            facts = {} if goes_on else {"forked_from": {"checkpoint": str(source.path), "step": source.step}}
+            source = store.adopt(source)
+        except CheckpointError:  # its run goes on, and removed it
+            source = CheckpointStore.open_run(str(cfg.load))
+            if attempt == ADOPTIONS - 1:
+                raise
+    run.note_start(**facts)
+    return run, source
+
+
+def find_checkpoint(cfg: Config, run: RunDir, folder: Path) -> Checkpoint | None:
+    """What a run goes on from; None where it was killed before its first save, and begins again.
+
+    Raises:
+        CheckpointError: none is complete, or those it had are gone.
+    """
+    store = CheckpointStore.of_run(folder)
+    named = Path(str(cfg.load))
+    if named.resolve() not in (folder.resolve(), store.root.resolve()):
+        return CheckpointStore.open_run(named)
+    if store.steps():
+        return store.newest()
+    saved = read_run_config(folder)
+    every = [n for n in (saved.get("save_interval"), saved.get("best_metric") and saved.get("eval_interval")) if n]
+    logged = max((line["step"] for line in run.metrics()), default=0)
+    if not every or logged > min(every) or "ended" in run.description():
+        raise CheckpointError(
+            f"no checkpoint in {store.root}, though the run has done {logged} rollouts: they are gone, or none were to "
+            "be saved (--save-interval 0). Restore one from a copy, or start a new run in another folder"
+        )
+    return None
+
+
+def refuse_when_done(cfg: Config, run: RunDir | None, source: Checkpoint | None) -> None:
+    """Raises ConfigError when a run that goes on has come to its end, with all that belongs to it."""
+    start = source.step if source else 0
+    if start < cfg.num_rollout or (start == cfg.num_rollout and run is not None and not is_complete(cfg, run, start)):
+        return
+    raise ConfigError(
+        f"{cfg.load} has done {start} of {cfg.num_rollout} rollouts: nothing is left to train. To go on, give a "
+        "larger --num-rollout."
+    )
+
+
+def is_complete(cfg: Config, run: RunDir, step: int) -> bool:
+    """Whether the last evaluation, the export and the closing report after ``step`` rollouts were done."""
+    ended = {"step": step, "save_hf": cfg.save_hf}
+    return run.description().get("ended") == ended and not lacks_evaluation(cfg, run, step)
+
+
+def lacks_evaluation(cfg: Config, run: RunDir, step: int) -> bool:
+    """Whether an evaluation is due after ``step`` rollouts and not on record."""
+    return due(step, cfg.eval_interval, cfg.num_rollout) and step not in {e["step"] for e in run.evaluations()}
 
 
 def with_absolute_paths(cfg: Config) -> Config:
@@ -101,13 +192,10 @@ def with_absolute_paths(cfg: Config) -> Config:
     return cfg.replace(**changes, **hooks, eval_prompt_data=sets, eval_env=tuple(map(portable, cfg.eval_env)))
 
 
-def check_targets(cfg: Config, *, new: bool) -> None:
-    """Raises ConfigError where the run would replace what is not its own; ``new``: it does not go on from another."""
-    if new and cfg.save and (others := CheckpointStore(cfg.save).steps()):
-        raise ConfigError(
-            f"--save {cfg.save} holds checkpoints of another run (up to step {others[-1]}), which this one "
-            "would remove as it goes. Choose another folder, or continue that run with --load."
-        )
+def check_targets(cfg: Config, *, run: Path | None) -> None:
+    """Raises ConfigError where the run in the folder ``run`` would replace what is not its own; None: a new folder."""
+    if cfg.save:
+        CheckpointStore(cfg.save).refuse_others(run)
     target = Path(cfg.save_hf) if cfg.save_hf else None
     if target is None or not target.exists():
         return
@@ -173,6 +261,8 @@ async def _run(cfg: Config, cluster: Cluster, run: RunDir, progress: Progress, s
                     progress.stage(f"loading the checkpoint after step {source.step}")
                     await source.load(trainer=trainer, rollout=rollout)
                     start = source.step
+                # Not before everything runs: a start that fails, or is ended as a mistake, has changed nothing.
+                settle(run, checkpoints, start, progress)
                 await training_loop(
                     cfg, start=start, trainer=trainer, rollout=rollout, checkpoints=checkpoints, run=run,
                     progress=progress,
@@ -189,6 +279,15 @@ async def _run(cfg: Config, cluster: Cluster, run: RunDir, progress: Progress, s
             if rollout is not None:
                 with contextlib.suppress(AgentRLError):  # the warden ends what does not end by itself
                     await asyncio.shield(rollout.close(CLOSE_DEADLINE_S))
+
+
+def settle(run: RunDir, checkpoints: CheckpointStore, start: int, progress: Progress) -> None:
+    """Have the folder hold what was done in ``start`` rollouts and nothing else; a kill in between is made up for."""
+    if start:
+        checkpoints.go_on_from(start)  # first: the next start then comes here again
+    run.go_on(start)
+    for mended in run.mended:
+        progress.log(Text(mended))
 
 
 def start_actors(cfg: Config, cluster: Cluster, run: RunDir) -> tuple[TrainerGroup, RolloutGroup]:
@@ -227,7 +326,7 @@ def how_to_go_on(run: RunDir, progress: Progress, error: BaseException) -> None:
     if saved:
         progress.log(Text(f"saved up to step {saved}; go on with: agentrl train --load {shown(run.path)}"))
     else:
-        progress.log(Text(f"nothing was saved yet; logs are in {shown(run.logs)}"))
+        progress.log(Text(f"nothing was saved yet; begin again with: agentrl train --load {shown(run.path)}"))
 
 
 def report(run: RunDir, progress: Progress) -> None:
@@ -237,8 +336,11 @@ def report(run: RunDir, progress: Progress) -> None:
     if len(evaluations) > 1:
         first, last = evaluations[0], evaluations[-1]
         name = next(iter(last["sets"]))
-        episodes = [list(run.store.read(f"eval-{name}", step=e["step"])) for e in (first, last)]
-        pair = telling_pair(*episodes)
+        try:
+            pair = telling_pair(*(list(run.store.read(f"eval-{name}", step=e["step"])) for e in (first, last)))
+        except DataError as error:
+            progress.log(Text(str(error)))
+            pair = None
         if pair is not None:
             progress.log(episode_panel(pair[0], f"a held-out task before training ({pair[0].task.task_id})"))
             progress.log(episode_panel(pair[1], f"the same task after {last['step']} steps"))

@@ -68,7 +68,7 @@ def test_held_out_files_alone(held_out, model, tmp_path):
 def test_a_run_that_is_not_there_is_the_only_problem():
     with pytest.raises(ConfigError) as caught:
         load_config(["--load", "nothere"])
-    assert str(caught.value) == "--load: no such run folder or checkpoint: nothere"
+    assert str(caught.value).startswith("--load: no such run folder or checkpoint: nothere. To start a run there")
 
 
 def test_the_tool_output_budget_is_off_unless_it_is_given(load):

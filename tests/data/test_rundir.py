@@ -41,10 +41,10 @@ def test_a_folder_with_a_run_is_not_overwritten(config, tmp_path):
 def test_one_process_at_a_time(config, tmp_path):
     run = RunDir.create(config, base=tmp_path)
     with pytest.raises(StorageError, match="another process"):
-        RunDir.resume(run.config, step=0)
+        RunDir.resume(run.config)
     run.close()
     run.close()
-    RunDir.resume(run.config, step=0).close()
+    RunDir.resume(run.config).close()
 
 
 def test_an_unwritable_place_is_named(config, tmp_path):
@@ -68,13 +68,15 @@ def test_metrics_are_lines_and_rewound(config, tmp_path, make_trajectory):
         run.log_metrics(2, {"eval/test/success": 0.5})
     with (run.path / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 5, "rollout/rew')  # the writer was killed here
-    with RunDir.resume(run.config, step=2) as again:
+    with RunDir.resume(run.config) as again:
+        again.note_start()
+        again.go_on(2)
         lines = list(again.metrics())
-        assert [line["step"] for line in lines] == [1, 2, 2]
+        assert [line["step"] for line in lines] == [1, 2], "an evaluation that is not on record is played again"
         assert lines[0]["train/kl"] is None and lines[0]["rollout/reward"] == 0.1
         assert [part.step for part in again.store.parts()] == [0, 1]
         again.log_metrics(3, {"rollout/reward": 0.9})
-        assert [line["step"] for line in again.metrics()] == [1, 2, 2, 3]
+        assert [line["step"] for line in again.metrics()] == [1, 2, 3]
         assert len(json.loads((again.path / "run.json").read_text())["starts"]) == 2
 
 
@@ -82,7 +84,7 @@ def test_resume_into_a_new_folder_leaves_the_old_one(config, tmp_path):
     with RunDir.create(config, base=tmp_path) as run:
         run.log_metrics(1, {"rollout/reward": 1.0})
     elsewhere = run.config.replace(load=str(run.path), output_dir=str(tmp_path / "new"))
-    with RunDir.resume(elsewhere, step=0) as again:
+    with RunDir.create(elsewhere) as again:
         assert again.path == tmp_path / "new" and list(again.metrics()) == []
     assert len(list(read_jsonl(run.path / "metrics.jsonl"))) == 1
 
@@ -95,7 +97,8 @@ from agentrl.data.rundir import RunDir
 with RunDir.create(Config(env="search", output_dir={str(tmp_path / "run")!r})) as run:
     run.log_metrics(1, {{"rollout/reward": 0.25, "train/kl": float("inf")}})
     run.log_metrics(2, {{"rollout/reward": 0.5}})
-with RunDir.resume(run.config, step=1) as run:
+with RunDir.resume(run.config) as run:
+    run.go_on(1)
     run.log_metrics(2, {{"rollout/reward": 0.75}})
 sys.exit(bool({{"torch", "tensorflow"}} & set(sys.modules)))
 """

@@ -12,7 +12,7 @@ import agentrl
 from agentrl.config import load_config
 from agentrl.data.files import JsonLines
 from agentrl.data.records import to_record
-from agentrl.data.rundir import RunDir
+from agentrl.data.rundir import RunDir, flatten_summary
 from agentrl.demo import MODEL_DIR
 from agentrl.evaluation.metrics import summarize
 from agentrl.rollout.chat import ChatTemplate
@@ -20,7 +20,6 @@ from agentrl.rollout.episode import EpisodeLimits, run_episode
 from agentrl.rollout.generate_hook import load_generate_function
 from agentrl.rollout.scripted import ScriptedClient
 from agentrl.trainer.advantages import grpo
-from agentrl.trainer.loop import flatten_summary
 from agentrl.trainer.rollout_metrics import rollout_metrics
 from agentrl.types import Group, SamplingParams, Task, Trajectory
 

@@ -14,6 +14,7 @@ from shown_pages import ROOT
 import agentrl
 from agentrl.config import load_eval_config
 from agentrl.data.buffer import DataBuffer
+from agentrl.data.rundir import flatten_summary
 from agentrl.data.store import arrow_schema
 from agentrl.data.tasks import TaskSource
 from agentrl.demo import MODEL_DIR
@@ -26,7 +27,6 @@ from agentrl.rollout.setup import make_env
 from agentrl.tools import ToolErrorType
 from agentrl.trainer import loop, manager
 from agentrl.trainer.advantages import grpo
-from agentrl.trainer.loop import flatten_summary
 from agentrl.trainer.rollout_metrics import rollout_metrics
 from agentrl.types import SamplingParams, StopReason, Task
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from agentrl.evaluation.metrics import summarize
 from agentrl.progress import Progress
 from agentrl.trainer.checkpoint import Best, CheckpointStore
 from agentrl.trainer.export import export
+from agentrl.trainer.group import Generated
 from agentrl.trainer.loop import training_loop
 from agentrl.trainer.run import check_environment
 from agentrl.types import Task, Trajectory
@@ -49,7 +49,7 @@ class Rollout:
 
     async def generate(self, step: int, *, progress: Any) -> Any:
         names = ("rollout/reward", "rollout/success", "rollout/turns", "rollout/tokens_per_s")
-        return SimpleNamespace(metrics=dict.fromkeys(names, 0.0), batch=[])
+        return Generated({**dict.fromkeys(names, 0.0), "rollout/zero_variance": 0.0}, [])
 
     async def mark_trained(self) -> None: ...
 
@@ -117,7 +117,8 @@ async def test_it_survives_an_interruption_between_evaluation_and_mark(configure
         store = await train(cfg, Rollout({0: 1, 1: 2, 2: 3, 3: 8}), run)
         store.mark_best(Best(2, "eval/search/success", 0.3))  # as if it had been killed before the last mark
     cfg = cfg.replace(num_rollout=4, output_dir=str(run.path))
-    with RunDir.resume(cfg, step=3) as run:
+    with RunDir.resume(cfg) as run:
+        run.go_on(3)
         store = await train(cfg, Rollout({4: 5}), run, start=3)
     assert store.best_so_far() == Best(3, "eval/search/success", 0.8)
 
@@ -128,8 +129,9 @@ async def test_going_back_forgets_what_came_after(configure: Any) -> None:
         store = await train(cfg, Rollout({0: 1, 1: 2, 2: 6, 3: 3, 4: 9, 5: 4, 6: 4}), run)
         assert store.best_so_far().step == 4
     cfg = cfg.replace(output_dir=str(run.path), num_rollout=4)
-    with RunDir.resume(cfg, step=3) as run:
-        store.go_on_from(store.open("step_000003"))
+    with RunDir.resume(cfg) as run:
+        run.go_on(3)
+        store.go_on_from(3)
         rollout = Rollout({4: 1})
         store = await train(cfg, rollout, run, start=3)
     assert rollout.evaluated == [4] and store.best_so_far() == Best(2, "eval/search/success", 0.6)
@@ -144,8 +146,10 @@ def test_an_unknown_metric_ends_it_before_anything_starts(configure: Any) -> Non
         configure("--eval-interval", "0")
 
 
-def test_a_damaged_pointer_is_named(tmp_path: Path) -> None:
+def test_a_damaged_pointer_is_named_and_mended(tmp_path: Path) -> None:
     (tmp_path / "best").write_text('{"step": 1}')
-    with pytest.raises(CheckpointError, match="best cannot be read"):
-        CheckpointStore(tmp_path).best_so_far()
+    store = CheckpointStore(tmp_path)
+    assert store.best_so_far() is None
+    with pytest.raises(CheckpointError, match="best cannot be read.*--load mends it"):
+        store.best()
     assert math.isnan(summarize("x", "test", [], 1.0).success.mean)

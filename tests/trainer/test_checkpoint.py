@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from agentrl.data import files
 from agentrl.errors import CheckpointError, StorageError
-from agentrl.trainer import checkpoint as module
 from agentrl.trainer.checkpoint import CheckpointStore
 
 
@@ -114,7 +114,7 @@ def test_the_only_good_one_stays_when_a_save_fails(tmp_path, monkeypatch):
     def full(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "flush", full)
+    monkeypatch.setattr(files, "flush", full)
     with pytest.raises(StorageError, match="disk is full"):
         save(store, 2)
     monkeypatch.undo()
@@ -155,8 +155,5 @@ def test_commit_without_begin_says_what_to_do(tmp_path):
 def test_a_run_that_went_back_stays_there_until_it_saves_again(tmp_path):
     store = CheckpointStore(tmp_path)
     save(store, 2, 4, 6)
-    store.go_on_from(store.open("step_000002"))
+    store.go_on_from(2)
     assert CheckpointStore.open_run(tmp_path).step == store.newest_step() == 2
-    elsewhere = CheckpointStore(tmp_path / "other")
-    elsewhere.go_on_from(store.open("step_000004"))
-    assert not elsewhere.root.exists()

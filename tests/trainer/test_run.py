@@ -67,7 +67,7 @@ def test_the_export_replaces_nothing_but_an_export(tmp_path: Path, case: str) ->
     if case == "the model itself":
         cfg = cfg.replace(hf_checkpoint=str(tmp_path / "." / "target"))
     if case in ("empty", "an earlier export"):
-        check_targets(cfg, new=True)
+        check_targets(cfg, run=None)
     else:
         with pytest.raises(ConfigError, match="--save-hf .*Choose another"):
-            check_targets(cfg, new=True)
+            check_targets(cfg, run=None)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from agentrl.trainer.checkpoint import flush
+from agentrl.data.files import atomic_folder
 
 SHARD_BYTES = 4 << 30
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".py", ".h5", ".msgpack")
@@ -34,16 +34,9 @@ def save_hf(weights: Iterable[tuple[str, Tensor]], source: Path, target: Path, *
         for _ in weights:
             pass
         return
-    building = target.with_name(target.name + ".tmp")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    dtype = _write_shards(weights, building)
-    _copy_rest(source, building, dtype)
-    for path in (*building.rglob("*"), building):
-        flush(path)
-    shutil.rmtree(target, ignore_errors=True)
-    building.rename(target)
-    flush(target.parent)
+    with atomic_folder(target) as building:
+        dtype = _write_shards(weights, building)
+        _copy_rest(source, building, dtype)
 
 
 def _write_shards(weights: Iterable[tuple[str, Tensor]], folder: Path) -> torch.dtype:

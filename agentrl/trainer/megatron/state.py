@@ -32,8 +32,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from agentrl.data.files import write_json
 from agentrl.errors import CheckpointError
-from agentrl.trainer.checkpoint import read_json, write_json
+from agentrl.trainer.checkpoint import read_json
 from agentrl.trainer.megatron import cpu
 from agentrl.trainer.megatron.model import PolicyModel
 from agentrl.trainer.megatron.parallel import Layout
