@@ -6,7 +6,10 @@ What counts is whose fault it is: a :class:`ConfigError` is the caller's, an
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class AgentRLError(Exception):
@@ -70,3 +73,14 @@ def first_few(names: Iterable[str], limit: int = 3) -> str:
     names = list(names)
     rest = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
+
+
+_LIBRARIES = tuple(
+    {f"{Path(__file__).parent}/", *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib"))}
+)
+
+
+def authors_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of an error's traceback that are of an author's code, outermost first: none of ours, no library's."""
+    stack = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in stack if not frame.filename.startswith((*_LIBRARIES, "<"))]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ConfigError
 from agentrl.rewards import RewardSet
+from agentrl.rewards.combine import check_signatures
 from agentrl.tools.base import FunctionTool
 
 if TYPE_CHECKING:
@@ -61,6 +62,16 @@ def check_reward(env: ToolEnv) -> None:
         "`reward` to a function or a name (exact_match, f1, math), define `turn_reward`, or let a tool return "
         "`agentrl.ToolResult(text, reward=...)` and declare that it does: `-> agentrl.ToolResult`."
     )
+
+
+def check_reward_signatures(env: ToolEnv) -> None:
+    """Refuses reward functions that cannot be called as they will be.
+
+    Raises:
+        ConfigError: One cannot; the text says how rewards are called.
+    """
+    for which in ("reward", "turn_reward"):
+        check_signatures(reward_of(env, which))
 
 
 def _may_reward(tool: Any) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from agentrl.envs.core import Env, require_number
 from agentrl.envs.dataset import content_hash, row_id
-from agentrl.envs.judging import check_reward, is_success, reward_of
+from agentrl.envs.judging import check_reward, check_reward_signatures, is_success, reward_of
 from agentrl.envs.tool_tasks import task_index, task_row
 from agentrl.errors import ConfigError
 from agentrl.rewards import RewardSet
@@ -131,7 +131,6 @@ class ToolEnv(Env):
         require_number(self, "success_reward", at_least=-1e9)
         check_reward(self)
 
-
     def check_machine(self) -> None:
         """Raises ConfigError where this machine lacks what a tool needs."""
         for entry in self.tools:
@@ -140,6 +139,7 @@ class ToolEnv(Env):
 
     def _made(self) -> None:
         check_reward(self)
+        check_reward_signatures(self)
 
     def judges_itself(self) -> bool:
         """Whether a subclass takes the turns or makes the tools itself, and so may reward in its own way."""

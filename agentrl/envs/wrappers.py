@@ -26,6 +26,7 @@ from agentrl.envs.tool_env import ToolEnv
 from agentrl.envs.wrapper import Start, Transition, Wrapper
 from agentrl.errors import ConfigError, InfraError
 from agentrl.rewards import RewardSet
+from agentrl.rewards.combine import check_signatures
 from agentrl.types import StopReason
 
 __all__ = [
@@ -145,6 +146,7 @@ class ShapeReward(Wrapper):
 
     def __init__(self, env: gymnasium.Env[str, str], fn: Callable[..., Any] | Sequence[Any]) -> None:
         super().__init__(env)
+        check_signatures(fn, ("reward", "terminated", "truncated", "info"))
         self._shaping = RewardSet(fn)
         self._own = 0.0
 

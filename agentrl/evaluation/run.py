@@ -32,7 +32,8 @@ from agentrl.evaluation.report import Report, warnings_before
 from agentrl.evaluation.results import SUMMARY, TRAJECTORIES, read_episodes, read_summaries
 from agentrl.process import cancel_on_signals, write_log_to
 from agentrl.progress import Progress, shown
-from agentrl.rollout.setup import scratch
+from agentrl.rollout.rehearsal import rehearse
+from agentrl.rollout.setup import make_env, scratch
 from agentrl.types import Trajectory, replace
 from agentrl.warden import Warden
 
@@ -171,6 +172,7 @@ class Session:
         if before:
             self.progress.log(Text(f"{before} episodes are there already, {self.remaining()} remain"))
         self.stopped = "it was interrupted"
+        self.rehearse()
         try:
             asyncio.run(_until_sigterm(self._play(model)))
         except BaseException:
@@ -178,6 +180,18 @@ class Session:
                 self.summary(model).write(self.run.path / SUMMARY)
                 self.progress.log(Text(f"stopped early; the same command with --output-dir {self.folder} goes on"))
             raise
+
+    def rehearse(self) -> None:
+        """Play one episode of each set without a model, so that what is wrong with its code is said at once."""
+        cfg = self.cfg
+        for held_out in self.sets:
+            if len(self._done(held_out.name)) < len(self._planned[held_out.name]):
+                rehearse(
+                    lambda s=held_out: make_env(s.spec, s.kwargs, tool_timeout=cfg.tool_timeout, sandbox=cfg.sandbox),
+                    held_out.tasks[:2],
+                    cfg.custom_generate_function_path,
+                    held_out.name,
+                )
 
     async def _play(self, model: str | None) -> None:
         cfg = self.cfg

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextvars
 import difflib
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentrl.errors import AgentRLError, ConfigError
@@ -13,6 +14,8 @@ from agentrl.loading import is_spec, load_object
 from agentrl.rewards.choice import gpqa
 from agentrl.rewards.mathematics import dapo, deepscaler, math_answer
 from agentrl.rewards.number import checked_reward
+from agentrl.rewards.shared import SharedReward
+from agentrl.rewards.signature import check_signature
 from agentrl.rewards.text import exact_match, f1
 from agentrl.tools.event_loop import attend, ours
 from agentrl.tools.threads import has_thread, own_thread, run_blocking
@@ -125,6 +128,23 @@ def _name(reward: Any) -> str:
     return given if isinstance(given, str) and given else getattr(reward, "__name__", type(reward).__name__)
 
 
+NAMED = ("turns", "calls", "row")
+"""What a reward function may ask for by name."""
+
+REHEARSING: contextvars.ContextVar[bool] = contextvars.ContextVar("agentrl_rehearsing", default=False)
+"""Whether the episode is only tried out: then no model is loaded and no judge is asked, their parts are 0."""
+
+
+def check_signatures(rewards: Any, named: Sequence[str] = NAMED) -> None:
+    """Refuses functions among ``rewards`` that cannot be called as they will be; see :func:`check_signature`."""
+    if isinstance(rewards, (list, tuple)) and not _is_pair(rewards):
+        for entry in rewards:
+            check_signatures(entry, named)
+    elif rewards is not None:
+        function = _find(rewards[1] if _is_pair(rewards) else rewards)
+        check_signature(function, _name(function), named)
+
+
 class RewardSet:
     """Weighted reward functions, each logged by its name.
 
@@ -132,8 +152,6 @@ class RewardSet:
         rewards: Functions, classes, names, or ``(weight, function)`` pairs. None gives an empty set. Classes are
             made at the first call, in a thread, since they may load a model.
     """
-
-    NAMED = ("turns", "calls", "row")
 
     def __init__(self, rewards: Any) -> None:
         entries = rewards if isinstance(rewards, (list, tuple)) and not _is_pair(rewards) else [rewards]
@@ -153,13 +171,16 @@ class RewardSet:
         Args:
             text: The model's final text.
             answer: The task's answer.
-            **named: What functions may ask for by name, of :attr:`NAMED`.
+            **named: What functions may ask for by name, of :data:`NAMED`.
 
         Raises:
             EnvError: A function returned something that is not a finite number or a dict of them.
         """
         result: dict[str, float] = {}
         for name, weight, function in self.parts:
+            if REHEARSING.get() and (inspect.isclass(function) or isinstance(function, SharedReward)):
+                result[name] = result.get(name, 0.0)
+                continue
             if inspect.isclass(function):
                 made = _instances.get(function)
                 function = await run_blocking(_instance, function) if made is None else made

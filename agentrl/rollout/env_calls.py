@@ -6,13 +6,17 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from agentrl.errors import authors_frames
 from agentrl.tools.threads import own_thread
 
 
 def describe(error: BaseException, frames: int = 3) -> str:
-    """``Type: text (file:line in function < ...)``, innermost frame first, file names without folders."""
+    """``Type: text (file:line in function < ...)``, innermost frame first, file names without folders.
+
+    The frames are those of the author's code, where the error went through any.
+    """
     text = f"{type(error).__name__}: {error}"
-    stack = traceback.extract_tb(error.__traceback__)[-frames:]
+    stack = (authors_frames(error) or traceback.extract_tb(error.__traceback__))[-frames:]
     if not stack:
         return text
     where = " < ".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno} in {f.name}" for f in reversed(stack))

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ConfigError
 from agentrl.loading import load_object
+from agentrl.rewards.signature import written_for_slime
 from agentrl.rollout.conversation import EpisodeLimits, Turn
 from agentrl.types import Message, Task
 
@@ -124,4 +125,16 @@ def load_generate_function(spec: str | GenerateFunction | None) -> GenerateFunct
             f"--custom-generate-function-path {spec!r} is {type(function).__name__}; "
             f"expected `async def generate(ctx)`, see agentrl.rollout.generate_hook"
         )
+    if written_for_slime(function):
+        raise ConfigError(
+            f"--custom-generate-function-path {spec!r} takes (args, sample, ...), as for slime. Here it is "
+            "`async def generate(ctx)`: await ctx.reset() and ctx.generate(), return the reward; the example in "
+            "agentrl.rollout.generate_hook is one to begin from"
+        )
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            f"--custom-generate-function-path {spec!r} is called with one argument, `async def generate(ctx)`: {error}"
+        ) from None
     return function

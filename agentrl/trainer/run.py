@@ -20,12 +20,12 @@ from agentrl.config.presets import demo_alone
 from agentrl.config.schema import Config
 from agentrl.config.serialize import read_run_config, run_folder_of
 from agentrl.data.rundir import RunDir
-from agentrl.errors import AgentRLError, CheckpointError, ConfigError, DataError, EnvError
+from agentrl.errors import AgentRLError, CheckpointError, ConfigError, DataError
 from agentrl.evaluation.heldout import held_out_sets
 from agentrl.loading import portable, portable_source
 from agentrl.process import cancel_on_signals, stderr_to, write_log_to
 from agentrl.progress import Progress, before_after, clock, episode_panel, shown
-from agentrl.rollout.episode import describe
+from agentrl.rollout.rehearsal import rehearse
 from agentrl.rollout.setup import engine_spec, has_gpu, make_env, scratch
 from agentrl.trainer.checkpoint import Checkpoint, CheckpointStore
 from agentrl.trainer.cluster import Bundle, Cluster
@@ -208,22 +208,18 @@ def check_targets(cfg: Config, *, run: Path | None) -> None:
 
 
 def check_environment(cfg: Config) -> None:
-    """Make and reset the environment once, here, so that what is wrong with it is said before anything starts.
+    """Play one episode without a model, so that what is wrong with the environment is said before anything starts.
 
     The same goes for the engines, the held-out sets, and the metric of ``--best-metric``.
     """
     engine_spec(cfg, str(cfg.hf_checkpoint))
     if cfg.env or cfg.prompt_data:
-        env = make_env(*cfg.env_spec(), tool_timeout=cfg.tool_timeout, sandbox=cfg.sandbox)
-        try:
-            if cfg.custom_generate_function_path is None:  # such a function may never call the environment
-                env.reset(seed=cfg.seed)
-        except AgentRLError:
-            raise
-        except Exception as error:  # the author's own code
-            raise EnvError(f"the first reset of {cfg.env or cfg.prompt_data} failed: {describe(error)}") from error
-        finally:
-            env.close()
+        rehearse(
+            lambda: make_env(*cfg.env_spec(), tool_timeout=cfg.tool_timeout, sandbox=cfg.sandbox),
+            (),
+            cfg.custom_generate_function_path,
+            str(cfg.env or cfg.prompt_data),
+        )
     if cfg.eval_interval:
         known = best_metrics(held_out.name for held_out in held_out_sets(cfg))
         if cfg.best_metric not in (None, *known):

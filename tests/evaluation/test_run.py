@@ -12,7 +12,7 @@ import pytest
 from fake_openai import FakeOpenAI, completion, refused
 
 from agentrl.config import load_eval_config
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, EnvError
 from agentrl.evaluation.results import load
 from agentrl.evaluation.run import Session, evaluate
 from tests.evaluation.conftest import adds
@@ -417,3 +417,12 @@ def test_a_server_that_only_fails_is_said_at_once_and_at_the_end(run_eval, out, 
     assert shown.count("is sent again") == 1
     assert "not one of 2 episodes could be scored" in shown and "the last: engine_error" in shown
     assert shown.rindex("oops, out of memory") > shown.index("not one of 2")
+
+
+def test_a_reward_that_cannot_work_is_said_before_the_server_is_asked(run_eval, sums):
+    file = Path(sums.rpartition(":")[0])
+    file.write_text(file.read_text().replace("return 0.25 if len(text) < 3 else 0.0", "return textt"))
+    with FakeOpenAI(adds()) as server:
+        with pytest.raises(EnvError, match=r"Sums: an episode .*NameError: .*'textt'.*\(sums.py:\d+ in short\)"):
+            run_eval(server)
+        assert not server.bodies

@@ -1,0 +1,136 @@
+"""One episode before any engine starts: what is wrong in an author's code is said within seconds, in the author's line.
+
+It goes through the real episode loop, with an environment of its own and a policy that says something plain. No tool is
+called, no task of the account is used, and rewards that are models or judges are left out: a model is not
+loaded twice, and a judge costs money.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from agentrl.errors import EnvError
+from agentrl.rewards.combine import REHEARSING
+from agentrl.rollout.conversation import EpisodeLimits, Turn
+from agentrl.rollout.episode import describe, play_episode
+from agentrl.rollout.generate_hook import load_generate_function
+from agentrl.tools.parsers import Parser
+from agentrl.tools.threads import run_blocking
+from agentrl.types import Message, SamplingParams, StopReason, Task
+
+log = logging.getLogger(__name__)
+
+ANSWER = "I do not know."
+MAX_TURNS = 3
+SECONDS = 30.0
+"""Time of one call of the environment; slower ones are none of our business here."""
+
+
+def rehearse(make_env: Callable[[], Any], tasks: Sequence[Task], generate: str | None, what: str) -> None:
+    """Play the first of ``tasks``; where that fails, the next: a failure of the moment ends nothing.
+
+    Args:
+        make_env: makes the environment.
+        tasks: which tasks to try; empty: one drawn from the environment's first split.
+        generate: name of a custom generate function.
+        what: names the environment to a person.
+
+    Raises:
+        EnvError: each ended with an exception of the author's code, which is quoted with its place.
+        ConfigError: the environment or the generate function cannot be used.
+    """
+    asyncio.run(_rehearse(make_env, tasks, generate, what))
+
+
+async def _rehearse(make_env: Callable[[], Any], tasks: Sequence[Task], generate: str | None, what: str) -> None:
+    function = load_generate_function(generate)
+    token = REHEARSING.set(True)
+    env = await run_blocking(make_env)
+    inside = getattr(env, "unwrapped", env)
+    if getattr(inside, "call_format", "none").partition(":")[0] not in ("none", "tags", "auto"):
+        inside.call_format = "hermes"  # a family's own may take seconds to load
+    try:
+        failed = ""
+        for task in tasks or [Task(what, seed=seed, split=_first_split(env)) for seed in range(2)]:
+            began = time.monotonic()
+            (trajectory, *_) = await play_episode(
+                env, task, client=None, chat=_Chat(), params=SamplingParams(), generate=function,
+                limits=EpisodeLimits(max_turns=MAX_TURNS, timeout_s=4 * SECONDS, step_timeout_s=SECONDS),
+                trajectory_id="rehearsal", group_id="rehearsal",
+            )  # fmt: skip
+            if trajectory.stop_reason is not StopReason.ENV_ERROR:
+                if trajectory.stop_reason is StopReason.TOOL_ERROR:
+                    log.warning("%s: one episode was tried out and failed: %s", what, trajectory.error)
+                return
+            if time.monotonic() - began >= SECONDS:
+                log.warning("%s: one episode was tried out, but %s", what, trajectory.error)
+                return
+            failed = failed or f"{trajectory.error}"
+        raise EnvError(f"{what}: an episode was tried out before anything starts, and failed: {failed}")
+    finally:
+        REHEARSING.reset(token)
+        await _close(env)
+
+
+def _first_split(env: Any) -> str:
+    splits = getattr(env, "splits", None) or ("train",)
+    count = getattr(env, "num_tasks", lambda split: None)
+    return next((split for split in splits if count(split) != 0), splits[0])
+
+
+async def _close(env: Any) -> None:
+    try:
+        async with asyncio.timeout(SECONDS):
+            await (env.aclose() if hasattr(env, "aclose") else run_blocking(env.close))
+    except Exception as error:  # the author's code
+        log.warning("closing %s: %s", type(env).__name__, describe(error))
+
+
+class _Chat:
+    """Stands where a chat template stands, and knows no tokens."""
+
+    call_format = "hermes"
+
+    def conversation(self, *, parser: Parser, **_: Any) -> _Conversation:
+        return _Conversation(parser)
+
+
+class _Conversation:
+    """The surface of :class:`~agentrl.rollout.conversation.Conversation`, with a model that says :data:`ANSWER`."""
+
+    def __init__(self, parser: Parser) -> None:
+        self._text = f"<answer>{ANSWER}</answer>" if "answer" in getattr(parser, "names", ()) else ANSWER
+        self._parser = parser
+        self.messages: list[Message] = []
+        self.turns: list[dict[str, Any]] = []
+        self.last_turn: Turn | None = None
+        self.engine_seconds = self.encode_seconds = 0.0
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.turns)
+
+    num_tokens = num_turns
+
+    def segments(self) -> list[Any]:
+        return []
+
+    def prompt(self, messages: Sequence[Message], tools: Any = None, stop: Any = (), *, raw: str | None = None) -> None:
+        self.messages = list(messages)
+
+    async def generate(self) -> Turn:
+        parsed = self._parser.parse(self._text)
+        turn = Turn(self._text, parsed, parsed.message(), "stop", np.arange(1, 5, dtype=np.int32))
+        self.last_turn = turn
+        self.turns.append({"finish_reason": "stop"})
+        self.messages = [*self.messages, turn.message]
+        return turn
+
+    def observe(self, messages: Sequence[Message]) -> None:
+        self.messages = [*self.messages, *messages]
