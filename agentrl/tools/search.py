@@ -11,6 +11,7 @@ from typing import Any
 from agentrl.errors import ConfigError
 from agentrl.tools.base import Tool, ToolResult
 from agentrl.tools.retrieval import (
+    Hit,
     HttpRetriever,
     Index,
     LocalRetriever,
@@ -42,13 +43,15 @@ class SearchTool(Tool):
     """Searches a collection of texts.
 
     Give one source. A corpus file and a server are opened once a process, however many environments ask.
-    A server that does not answer is an infrastructure error, never the model's.
+    A server that is away is waited for, then it is an infrastructure error, never the model's. How often a search was
+    sent again is its ``metadata["retries"]``.
 
     Args:
         index: What to search in this process: the path of a JSONL corpus (an object with ``text`` and
             optionally ``title`` and ``id`` a line; its BM25 index is kept beside it), or passages in memory
             (texts, such objects, or :class:`Passage`), or an :class:`Index` of one's own.
         url: A server with Search-R1's ``/retrieve`` API, see :class:`HttpRetriever`.
+        patience: Seconds for which a search waits for such a server when it is away.
         retriever: A :class:`Retriever` of one's own.
         topk: Passages a search returns.
         index_dir: Where the index of a corpus file is kept; default ``<corpus>.bm25``.
@@ -76,6 +79,7 @@ class SearchTool(Tool):
         *,
         index: str | Path | Sequence[Any] | Index | None = None,
         url: str | None = None,
+        patience: float = 300.0,
         retriever: Retriever | None = None,
         topk: int = 3,
         index_dir: str | Path | None = None,
@@ -94,7 +98,7 @@ class SearchTool(Tool):
             raise ConfigError(
                 f"index_dir={str(index_dir)!r} is where the index of a corpus file is kept: give index=FILE"
             )
-        self.retriever = retriever or _opened(index, url, index_dir)
+        self.retriever = retriever or _opened(index, url, patience, index_dir)
         self.topk = topk
         self.show = show
         if description is not None:
@@ -108,35 +112,43 @@ class SearchTool(Tool):
         """Args:
         query: What to look for.
         """
-        if self.retriever.quick:
-            (hits,) = self.retriever.search([query], self.topk)
-        else:
-            (hits,) = await run_blocking(self.retriever.search, [query], self.topk)
+        hits, retries = self._search(query) if self.retriever.quick else await run_blocking(self._search, query)
         passages = [hit.passage for hit in hits]
-        return ToolResult(self.show(passages), metadata={"passages": [passage.id for passage in passages]})
+        metadata: dict[str, Any] = {"passages": [passage.id for passage in passages]}
+        if retries:
+            metadata["retries"] = retries
+        return ToolResult(self.show(passages), metadata=metadata)
+
+    def _search(self, query: str) -> tuple[list[Hit], int]:
+        (hits,) = self.retriever.search([query], self.topk)
+        return hits, getattr(self.retriever, "retries", 0)
 
 
 def open_retriever(
-    *, url: str | None = None, corpus: str | Path | None = None, index_dir: str | Path | None = None
+    *,
+    url: str | None = None,
+    patience: float = 300.0,
+    corpus: str | Path | None = None,
+    index_dir: str | Path | None = None,
 ) -> Retriever:
     """The retriever of a server or of a corpus file, one a process for the same settings."""
     with _loading:
         # What is opened once a process must not mean another file in another working directory.
-        return _open(url, _absolute(corpus), _absolute(index_dir))
+        return _open(url, patience, _absolute(corpus), _absolute(index_dir))
 
 
 @functools.lru_cache(maxsize=16)
-def _open(url: str | None, corpus: str | None, index_dir: str | None) -> Retriever:
-    return HttpRetriever(url) if url else LocalRetriever(open_index(str(corpus), index_dir))
+def _open(url: str | None, patience: float, corpus: str | None, index_dir: str | None) -> Retriever:
+    return HttpRetriever(url, patience=patience) if url else LocalRetriever(open_index(str(corpus), index_dir))
 
 
 def _absolute(path: str | Path | None) -> str | None:
     return None if path is None else str(Path(path).absolute())
 
 
-def _opened(index: Any, url: str | None, index_dir: str | Path | None) -> Retriever:
+def _opened(index: Any, url: str | None, patience: float, index_dir: str | Path | None) -> Retriever:
     if url is not None:
-        return open_retriever(url=url)
+        return open_retriever(url=url, patience=patience)
     if isinstance(index, (str, Path)):
         return open_retriever(corpus=index, index_dir=index_dir)
     if isinstance(index, Sequence):

@@ -31,6 +31,7 @@ def rollout_metrics(
         "rollout/success": _mean([float(_solved(e)) for e in episodes]),
         "rollout/turns": _mean([sum(t.num_turns for t in e) for e in episodes]),
         "rollout/tool_calls": _mean([sum(len(t.tool_calls) for t in e) for e in episodes]),
+        "rollout/tool_retries": float(sum(_retries(t) for e in all_episodes for t in e)),
         "rollout/response_tokens": _mean([sum(t.num_sampled for t in e) for e in episodes]),
         "rollout/episode_tokens": _mean(lengths),
         "rollout/episode_tokens_max": float(max(lengths, default=0)),
@@ -84,6 +85,11 @@ def _mean(values: Sequence[float]) -> float:
 def _solved(episode: Sequence[Trajectory]) -> bool:
     success = episode[0].success
     return success if success is not None else _mean([t.reward for t in episode]) > 0
+
+
+def _retries(trajectory: Trajectory) -> int:
+    """How often tools asked a service of theirs again."""
+    return sum((call.get("metadata") or {}).get("retries", 0) for call in trajectory.tool_calls)
 
 
 def _staleness(trajectories: Sequence[Trajectory], version: int) -> float:

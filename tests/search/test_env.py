@@ -222,12 +222,11 @@ def test_arguments_out_of_range():
         SearchEnv(train_data="none.jsonl")
 
 
-def test_a_dead_retrieval_server_is_no_fault_of_the_model(monkeypatch: pytest.MonkeyPatch):
+def test_a_dead_retrieval_server_is_no_fault_of_the_model():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-    env = SearchEnv(retriever=f"http://127.0.0.1:{port}")
-    monkeypatch.setattr(env.tools[0].retriever, "_backoff", 0.001)
+    env = SearchEnv(retriever=f"http://127.0.0.1:{port}", retriever_patience=0)
     env.reset(options=TASK)
     with pytest.raises(InfraError, match="serve-retriever"):
         env.step(call("anything"))

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gzip
 import json
 import socket
 import threading
@@ -15,7 +18,8 @@ from agentrl.envs.search.server import MAX_BODY, RetrievalServer, create_app, se
 from agentrl.envs.search.world import world_index
 from agentrl.errors import ConfigError, DataError, InfraError
 from agentrl.tools.retrieval import HttpRetriever, LocalRetriever, open_index
-from agentrl.tools.retrieval.retriever import KEY_VARIABLE
+from agentrl.tools.retrieval.retriever import KEY_VARIABLE, LONGEST_PAUSE
+from agentrl.tools.search import SearchTool
 
 
 @pytest.fixture
@@ -79,7 +83,7 @@ def test_a_key_is_asked_for_and_never_sent_back(corpus: Path, monkeypatch: pytes
         monkeypatch.delenv(KEY_VARIABLE, raising=False)
         for key in (None, "wrong", "s3cre"):
             with pytest.raises(InfraError, match="401") as refused:
-                HttpRetriever(running.url, api_key=key, retries=0).search(["Oslo"], 1)
+                HttpRetriever(running.url, api_key=key, patience=0).search(["Oslo"], 1)
             assert "s3cret" not in str(refused.value)
         monkeypatch.setenv(KEY_VARIABLE, "s3cret")
         assert HttpRetriever(running.url).search(["Oslo"], 1)[0][0].passage.title == "Oslo"
@@ -184,7 +188,7 @@ def test_the_clients_mistakes_are_not_retried(scripted):
 def test_an_answer_of_another_kind_is_an_infrastructure_error(scripted, body: bytes):
     url, _ = scripted([(200, body)])
     with pytest.raises(InfraError):
-        HttpRetriever(url, retries=0).search(["q"], 1)
+        HttpRetriever(url, patience=0).search(["q"], 1)
 
 
 def test_documents_without_scores_are_accepted(scripted):
@@ -199,15 +203,15 @@ def test_a_dead_server_is_an_infrastructure_error_that_says_what_to_do():
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
     with pytest.raises(InfraError, match="agentrl serve-retriever"):
-        HttpRetriever(f"http://127.0.0.1:{port}", retries=1, backoff=0.01).search(["q"], 1)
+        HttpRetriever(f"http://127.0.0.1:{port}", patience=0.1, backoff=0.01).search(["q"], 1)
 
 
 def test_a_server_that_hangs_is_given_up_in_time():
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        client = HttpRetriever(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.2, retries=1, backoff=0.01)
-        assert client.patience < 0.5
+        client = HttpRetriever(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.2, patience=0.3, backoff=0.01)
+        assert client.patience == 0.5
         with pytest.raises(InfraError, match="Timeout"):
             client.search(["q"], 1)
 
@@ -218,7 +222,7 @@ def test_searches_that_wait_for_a_connection_give_up_in_time():
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        client = HttpRetriever(url, timeout=0.3, retries=0, max_connections=1)
+        client = HttpRetriever(url, timeout=0.3, patience=0, max_connections=1)
         errors: list[tuple[float, str]] = []
 
         def search() -> None:
@@ -234,6 +238,98 @@ def test_searches_that_wait_for_a_connection_give_up_in_time():
             thread.join(20)
     assert len(errors) == 12 and max(seconds for seconds, _ in errors) < 2.5, "one after another: 3.6 s"
     assert any("no connection was free" in text for _, text in errors)
+
+
+def test_a_server_that_is_away_is_waited_for_and_nothing_is_lost(corpus: Path, monkeypatch, caplog):
+    """The port is dead at first; each failed attempt brings the server nearer, so no clock decides."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    client = HttpRetriever(f"http://127.0.0.1:{port}", backoff=0.01)
+    app = create_app(LocalRetriever(open_index(corpus)))
+    running: list[RetrievalServer] = []
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 20:
+            running.append(RetrievalServer(app, port=port).__enter__())
+
+    monkeypatch.setattr("agentrl.tools.retrieval.retriever.time.sleep", pause)
+    try:
+        (hits,) = client.search(["Oslo"], 1)
+    finally:
+        for server in running:
+            server.__exit__(None, None, None)
+    assert hits[0].passage.title == "Oslo" and client.retries == 20
+    assert max(pauses) <= 1.5 * LONGEST_PAUSE and max(pauses) > LONGEST_PAUSE / 2
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "is away" in said[0] and "waiting up to 300 s" in said[0] and "is back after" in said[1]
+
+
+def test_retries_are_in_the_record_of_the_call(scripted):
+    url, _ = scripted([(503, b""), (503, b""), (200, GOOD), (200, GOOD)])
+    tool = SearchTool(retriever=HttpRetriever(url, backoff=0.001))
+    assert asyncio.run(tool("q")).metadata == {"passages": ["7"], "retries": 2}
+    assert asyncio.run(tool("q")).metadata == {"passages": ["7"]}
+
+
+# -- a server that is not to be believed ---------------------------------------------------------------
+
+
+def test_an_answer_without_end_is_not_read(scripted):
+    url, _ = scripted([(200, b" " * 5000)])
+    with pytest.raises(InfraError, match="an answer of more than 1,000 bytes"):
+        HttpRetriever(url, max_bytes=1000).search(["q"], 1)
+
+
+def test_a_compressed_answer_is_not_unpacked(scripted):
+    url, _ = scripted([(200, gzip.compress(b'{"result": [[' + b" " * 10**6 + b"]]}"))])
+    with pytest.raises(InfraError, match="answered something else"):
+        HttpRetriever(url).search(["q"], 1)
+
+
+def test_an_answer_byte_by_byte_is_given_up_in_time():
+    ended = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(4096)
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
+            while not ended.wait(0.02):
+                connection.sendall(b" ")
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        thread = threading.Thread(target=drip, args=(listener,))
+        thread.start()
+        client = HttpRetriever(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.2, patience=0)
+        with pytest.raises(InfraError, match="not complete within 0.2 s"):
+            client.search(["q"], 1)
+        ended.set()
+        thread.join(10)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"result": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"result": [[{"document": {"contents": "a"}, "score": ' + b"9" * 400 + b"}]]}",
+    ],
+    ids=["deep", "huge number"],
+)
+def test_an_answer_that_breaks_its_reader_is_the_servers_fault(scripted, body: bytes):
+    url, _ = scripted([(200, body)])
+    with pytest.raises(InfraError, match="answered something else"):
+        HttpRetriever(url).search(["q"], 1)
+
+
+def test_no_more_passages_are_taken_than_were_asked_for(scripted):
+    many = {"result": [[{"document": {"id": n, "contents": "text"}} for n in range(2000)]]}
+    url, _ = scripted([(200, json.dumps(many).encode())])
+    assert len(HttpRetriever(url).search(["q"], 3)[0]) == 3
 
 
 def test_something_that_is_no_url_is_refused():

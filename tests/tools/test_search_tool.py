@@ -65,7 +65,7 @@ def test_a_server():
 
 def test_a_server_that_is_down_is_not_the_models_fault():
     env = Facts()
-    env.tools = [SearchTool(retriever=HttpRetriever("http://127.0.0.1:9", retries=0, timeout=1))]
+    env.tools = [SearchTool(retriever=HttpRetriever("http://127.0.0.1:9", patience=0, timeout=1))]
     with pytest.raises(InfraError, match="no answer after 1 attempts"):
         look_up(env, "owl")
 

@@ -42,13 +42,17 @@ def _world_retriever(world_seed: int) -> Retriever:
 
 
 def shared_retriever(
-    url: str | None = None, corpus: str | Path | None = None, index_dir: str | Path | None = None, world_seed: int = 0
+    url: str | None = None,
+    corpus: str | Path | None = None,
+    index_dir: str | Path | None = None,
+    world_seed: int = 0,
+    patience: float = 300.0,
 ) -> Retriever:
     """The retriever of these settings, one a process: a server, else a corpus, else the synthetic world."""
     if url and corpus:
         raise ConfigError(f"retriever={url!r} and corpus={corpus!r} exclude each other: give one")
     if url or corpus:
-        return open_retriever(url=url or None, corpus=corpus or None, index_dir=index_dir or None)
+        return open_retriever(url=url or None, patience=patience, corpus=corpus or None, index_dir=index_dir or None)
     with _building:
         return _world_retriever(world_seed)
 
@@ -62,6 +66,7 @@ class QuestionEnv(ToolEnv):
         topk: passages a search returns.
         retriever: URL of a server with Search-R1's ``/retrieve`` API; its key is read from the environment
             variable ``AGENTRL_RETRIEVER_KEY``.
+        retriever_patience: seconds for which a search waits for that server when it is away.
         corpus: a JSONL corpus to search in this process instead.
         index_dir: where the index of ``corpus`` is kept; default ``<corpus>.bm25``.
         train_data: questions to train on (JSONL or Parquet) instead of the world's.
@@ -82,6 +87,7 @@ class QuestionEnv(ToolEnv):
         two_hop: float = TWO_HOP_SHARE,
         topk: int = 1,
         retriever: str | None = None,
+        retriever_patience: float = 300.0,
         corpus: str | Path | None = None,
         index_dir: str | Path | None = None,
         train_data: str | Path | None = None,
@@ -97,7 +103,7 @@ class QuestionEnv(ToolEnv):
         else:
             world = get_world(world_seed)
             self.tasks = {split: WorldQuestions(world, split, two_hop) for split in self.splits}
-        source = shared_retriever(retriever, corpus, index_dir, world_seed)
+        source = shared_retriever(retriever, corpus, index_dir, world_seed, retriever_patience)
         self.tools = [SearchTool(retriever=source, topk=topk, show=self.show_passages, description=TOOL_DESCRIPTION)]
 
 
