@@ -49,7 +49,13 @@ def main(plan: dict) -> int:
         return 1  # it went before it could be watched
     user = {}
     if plan["uid"] is not None:
-        open_to_others(plan["open"])
+        try:
+            open_to_others(plan["open"])
+        except OSError as error:
+            sys.exit(
+                f"only root can enter {', '.join(plan['open'])}, where Python is; the code does not run as root, and "
+                f"this process may not mount ({error}). Use a Python that all users can read, or be an ordinary user."
+            )
         user = {"user": plan["uid"], "group": plan["uid"], "extra_groups": []}
     child = subprocess.Popen(
         plan["command"], env=plan["environment"], cwd=plan["folder"] or "/", start_new_session=True, **user
@@ -61,7 +67,10 @@ def main(plan: dict) -> int:
             for fd in (0, 1, 2):
                 os.dup2(nothing.fileno(), fd)
         os.write(plan["control"], f"{child.pid}\n".encode())
-        select.select([plan["control"], caller, os.pidfd_open(child.pid)], [], [])
+        poller = select.poll()
+        for fd in (plan["control"], caller, os.pidfd_open(child.pid)):
+            poller.register(fd, select.POLLIN)
+        poller.poll()
         reap(ended)
         status = os.waitstatus_to_exitcode(ended.get(child.pid, 0))
         return status if status >= 0 else 128 - status

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from agentrl.errors import InfraError
 from agentrl.tools.sandbox.holder import remove
-from agentrl.tools.sandbox.tiers import Sandbox, base_python
+from agentrl.tools.sandbox.tiers import Sandbox, base_python, libraries
 
 START_SECONDS = 30.0
 GRACE_SECONDS = 30.0
@@ -92,8 +92,7 @@ class Session:
         """
         with self._lock:
             if self._interpreter is not None and self._interpreter.owner != os.getpid():
-                self._interpreter.forget()  # this is a forked copy, the session is its parent's
-                self._interpreter = None
+                self._drop()
             if self._interpreter is None:
                 self._raise_if_closed()
                 try:
@@ -158,8 +157,6 @@ class Interpreter:
         requests, self._requests = os.pipe()
         self._replies, replies = os.pipe()
         self._output, output = os.pipe()
-        # Some Pythons do not start without this one.
-        environment = {key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ}
         try:
             self.holder = subprocess.Popen(
                 [base_python(), "-I", "-S", "-c", _HOLDER.read_text(encoding="utf-8"), json.dumps(plan)],
@@ -167,7 +164,7 @@ class Interpreter:
                 stdout=replies,
                 stderr=output,
                 pass_fds=[theirs.fileno()],
-                env=environment,
+                env=libraries(),
                 cwd="/",
                 start_new_session=True,
             )
@@ -211,11 +208,14 @@ class Interpreter:
 
     def hang_up(self) -> None:
         """Has the holder end everything, without waiting for it."""
-        with contextlib.suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)
+        if self.owner == os.getpid():  # else a forked copy: the session is its parent's
+            with contextlib.suppress(OSError):
+                self._control.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
         """Ends the interpreter with all it started, and waits until it is gone."""
+        if self.owner != os.getpid():
+            return self.forget()
         self.hang_up()
         try:
             ended = self.holder.wait(GRACE_SECONDS) >= 0
@@ -293,7 +293,9 @@ class Interpreter:
         return message if isinstance(message, dict) else {}
 
     def _output_comes(self, seconds: float) -> bool:
-        return not self.output.closed and bool(select.select([self._output], [], [], max(seconds, 0))[0])
+        poller = select.poll()
+        poller.register(self._output, select.POLLIN)
+        return not self.output.closed and bool(poller.poll(max(seconds, 0) * 1000))
 
     def _read_output(self) -> int:
         """Takes what the pipe holds; how many bytes there were in all so far."""

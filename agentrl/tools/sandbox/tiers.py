@@ -9,14 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import glob
-import importlib.util
 import json
 import os
 import secrets
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -106,7 +104,7 @@ class Sandbox:
             "folder": folder,
             "open": closed_to_others([*python_folders(), *packages]),
             "command": [python, *_PYTHON, *self._driver(packages, processes)],
-            "environment": self.environment(mark, folder),
+            "environment": self.environment(mark, folder) | libraries(),
         }
 
     def _bubblewrap(self, mark: str) -> dict[str, Any]:
@@ -245,10 +243,12 @@ def find_runtime() -> str:
 
 def base_python() -> str:
     """The interpreter itself, behind virtual environments."""
-    python = getattr(sys, "_base_executable", None) or sys.executable
-    if not python:
-        raise ConfigError("this Python does not know its own program (sys.executable is empty).")
-    return os.path.realpath(python)
+    return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+def libraries() -> dict[str, str]:
+    """The variable without which some Pythons do not start."""
+    return {key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ}
 
 
 def python_folders() -> list[str]:
@@ -260,12 +260,8 @@ def python_folders() -> list[str]:
 
 
 def package_folders() -> list[str]:
-    """Where the packages beside agentrl are installed: this Python's folders, and the one numpy came from."""
-    folders = [sysconfig.get_path(key) for key in ("purelib", "platlib")]
-    numpy = importlib.util.find_spec("numpy")
-    if numpy is not None and numpy.origin:
-        folders.append(os.path.dirname(os.path.dirname(numpy.origin)))
-    return [folder for folder in dict.fromkeys(map(os.path.realpath, folders)) if os.path.isdir(folder)]
+    """Where the packages beside agentrl are installed."""
+    return [path for path in map(os.path.realpath, sys.path) if path.endswith("-packages") and os.path.isdir(path)]
 
 
 def user_of_its_own() -> int | None:

@@ -249,12 +249,32 @@ def test_folders_of_others_keep_their_modes(open_session: Open):
     assert [stat.S_IMODE(os.stat(place).st_mode) for place in places] == before
 
 
+def test_a_process_with_many_open_files_has_sessions():
+    program = """
+        import os, resource
+        from agentrl.tools.sandbox import Sandbox, Session
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        if most > 1200:
+            for _ in range(1100): os.dup(0)  # `select` takes numbers below 1,024 only
+        with Session(Sandbox("process")) as session:
+            print(session.run("print('printed', end='')").output)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "printed\n", done.stderr
+
+
 def test_a_forked_copy_gets_an_interpreter_of_its_own():
     program = """
 import os
 from agentrl.tools.sandbox import Sandbox, Session
 session = Session(Sandbox("process"))
 session.run("x = 1")
+if os.fork() == 0:
+    session.close()
+    os._exit(0)
+os.wait()
 if os.fork() == 0:
     print("child:", session.run("x").error.splitlines()[-1], flush=True)
     session.close()
