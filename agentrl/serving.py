@@ -1,8 +1,8 @@
 """``agentrl serve``: a model behind an OpenAI-compatible address, for agents that are not ours.
 
-SGLang's own endpoints (``/v1/chat/completions``, ``/v1/completions``, ``/v1/models``) behind the router, on the engine
-pool that training and evaluation use: an engine that dies is replaced. Engines listen on loopback always; only the
-router takes the address that was asked for.
+SGLang's own endpoints (``/v1/chat/completions``, ``/v1/completions``, ``/v1/models``) on the engine pool that training
+and evaluation use: an engine that dies is replaced. Engines and router listen on loopback always; only the gateway
+before them (:mod:`agentrl.rollout.gateway`) takes the address that was asked for.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ def serve(options: ServeOptions) -> None:
 
 
 async def _serve(options: ServeOptions, spec: EngineSpec, served: Served) -> None:
+    from agentrl.rollout.gateway import Gateway
     from agentrl.rollout.pool import EnginePool
 
     with cancel_on_signals():
@@ -106,16 +107,22 @@ async def _serve(options: ServeOptions, spec: EngineSpec, served: Served) -> Non
             log_dir=options.log_dir,
             policy=options.router_policy,
             start_timeout=options.engine_timeout,
-            router={"host": options.host, "port": options.port, "api_key": served.key},
         )
+        gateway: Gateway | None = None
         print(f"starting {options.rollout_num_engines} engine(s) for {spec.model_path}", flush=True)
         try:
             await pool.start()
-            url = f"{pool.router_url.replace('0.0.0.0', '127.0.0.1')}/v1"
+            gateway = Gateway(
+                pool.router_url, pool.router_key, key=served.key, host=options.host, port=options.port
+            )
+            port = await gateway.start()
+            url = f"http://{options.host.replace('0.0.0.0', '127.0.0.1')}:{port}/v1"
             await asyncio.to_thread(_check, url, served.key)
             _announce(Served(url, served.model, served.key, served.key_is_new), options)
             raise EngineError(await pool.wait_until_broken())
         finally:
+            if gateway is not None:
+                await asyncio.shield(gateway.stop())
             with contextlib.suppress(AgentRLError):
                 await asyncio.shield(pool.stop())
 

@@ -44,15 +44,14 @@ class EnginePool:
         n: number of engines.
         log_dir: folder for ``engine-<i>.log`` and ``router.log``.
         policy: of the router, see :mod:`agentrl.rollout.router`.
-        host: address to listen on; loopback unless the run spans machines.
+        host: address the engines listen on; loopback unless the run spans machines. The router, whose only client is
+            in this process, is always on loopback: it has paths that ask for no key.
         start_timeout: seconds an engine may take to start.
         ray_options: one dict of Ray actor options per engine; ``None`` runs the engines without Ray.
         health_interval: seconds between two checks that an engine can generate; 0 for none. That a
             process ended is noticed at once and without checks.
         health_timeout: seconds such a check may take. Two failures in a row make an engine dead.
         max_failed_starts: replacements in a row that may fail to start before the pool gives up.
-        router: more arguments of :class:`~agentrl.rollout.router.RouterProcess`, such as a ``host`` of its own, a fixed
-            ``port`` or a given ``api_key``.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class EnginePool:
         health_interval: float = 15.0,
         health_timeout: float = 45.0,
         max_failed_starts: int = 3,
-        router: dict[str, Any] | None = None,
     ) -> None:
         if n < 1 or (ray_options is not None and len(ray_options) != n):
             given = "" if ray_options is None else f" with {len(ray_options)} Ray options; give one an engine"
@@ -83,7 +81,7 @@ class EnginePool:
         self._log_dir = None if log_dir is None else os.fspath(log_dir)
         self._ray_options = ray_options
         self._engine_key = new_api_key()
-        self._router_arguments = {"policy": policy, "log_dir": self._log_dir, "host": host, **(router or {})}
+        self._router_arguments = {"policy": policy, "log_dir": self._log_dir}
         self._router = RouterProcess(**self._router_arguments)
         self._places = [PooledEngine(index) for index in range(n)]
         # Its own threads: the loop's few default ones may all be taken by something that blocks.

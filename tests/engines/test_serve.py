@@ -185,6 +185,11 @@ def test_outside_clients_use_it(served):
     question = {"model": "demo", "messages": QUESTION, "tools": [TOOL], "temperature": 0, "max_tokens": 64}
     assert served.post("/chat/completions", question, key="").status_code == 401
     assert served.post("/chat/completions", question, key="wrong").status_code == 401
+    root, headers = served.url.removesuffix("/v1"), {"Authorization": f"Bearer {KEY}"}
+    for path in ("/workers", "/get_server_info", "/flush_cache", "/engine_metrics"):
+        assert httpx.get(root + path, headers=headers, trust_env=False).status_code == 404
+    assert httpx.post(f"{root}/workers", json={"url": root}, headers=headers, trust_env=False).status_code == 404
+    assert httpx.get(f"{root}/health", trust_env=False).status_code == 200
     choice = served.post("/chat/completions", question).json()["choices"][0]
     (call,) = choice["message"]["tool_calls"]
     assert call["function"]["name"] == "search" and choice["finish_reason"] == "tool_calls"
