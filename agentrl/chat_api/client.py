@@ -300,7 +300,7 @@ class OpenAIClient:
         try:
             entries = json.loads(content)["data"] if status == 200 else None
             return None if entries is None else [str(entry["id"]) for entry in entries]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             return None  # not every server has this list, and nothing but a default depends on it
 
     @asynccontextmanager

@@ -9,6 +9,8 @@ from typing import Any
 REASONING_KEYS = ("reasoning_content", "reasoning")
 _KEPT_KEYS = (*REASONING_KEYS, "reasoning_details")
 _LENGTH = frozenset({"length", "max_tokens"})
+_MOST_TOKENS = 1 << 31
+"""A server that says more is not believed."""
 _FAILED = frozenset({"abort", "error"})
 
 
@@ -95,4 +97,4 @@ def _text(value: Any) -> str:
 
 
 def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_TOKENS else None

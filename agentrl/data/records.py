@@ -81,9 +81,7 @@ def to_record(trajectory: Trajectory, *, set_name: str = "") -> dict[str, Any]:
     ]
     record = {"schema_version": SCHEMA_VERSION, "set": clean(set_name), **scalars(trajectory)}
     record["messages"] = [_message_row(m) for m in trajectory.messages]
-    record["rewards"] = {name: float(value) for name, value in trajectory.rewards.items()}
-    record["timings"] = {name: float(value) for name, value in trajectory.timings.items()}
-    for name in ("task_options", "tool_calls", "info"):
+    for name in set(JSON_FIELDS) - {"messages"}:
         record[name] = to_json(record[name])
     return {**finite(record), "segments": segments}
 

@@ -42,9 +42,10 @@ from agentrl.rewards import load as load_reward
 from agentrl.rewards.number import checked_reward
 from agentrl.rollout.env_calls import describe, entry_point
 from agentrl.rollout.setup import make_env
+from agentrl.tools.json_schema import shorten
 from agentrl.types import Message, Outcome, StopReason, Trajectory, replace
 
-CATEGORIES_OF_ERRORS = 60
+CATEGORIES_OF_ERRORS = 120
 """Characters of an error by which those that keep their reward are counted."""
 
 
@@ -166,7 +167,7 @@ async def _rescore_set(
                 except ConfigError:
                     raise
                 except Exception as error:  # a reward function may raise anything; the episode is as it was
-                    kept[describe(error)[:CATEGORIES_OF_ERRORS]] += 1
+                    kept[shorten(describe(error), CATEGORIES_OF_ERRORS)] += 1
         finally:
             await _close(env)
 

@@ -107,8 +107,11 @@ class Guard:
 
 
 def resolve(host: str) -> list[str]:
-    """The system's addresses of a host, each once, in its order. Blocks."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    """The system's addresses of a host, each once, in its order. Blocks. Raises OSError where there is none."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # a part of the name is empty or too long
+        raise OSError(f"{host[:80]!r} is not the name of a host") from error
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 

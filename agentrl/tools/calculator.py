@@ -341,8 +341,8 @@ _ANY = 1000
 _FUNCTIONS: dict[str, tuple[int, int, Callable[..., Number]]] = {
     "sqrt": (1, 1, _sqrt),
     "abs": (1, 1, abs),
-    "min": (1, _ANY, min),
-    "max": (1, _ANY, max),
+    "min": (1, _ANY, lambda *values: min(values)),
+    "max": (1, _ANY, lambda *values: max(values)),
     "sum": (1, _ANY, lambda *values: _checked(_total(values))),
     "mean": (1, _ANY, lambda *values: _checked(_total(values) / len(values))),
     "round": (1, 2, _round),

@@ -64,6 +64,7 @@ def test_the_wire_format_is_search_r1s(server: RetrievalServer):
         (b'{"queries": "Oslo"}', 400, "list of strings"),
         (b'{"queries": [1]}', 400, "list of strings"),
         (b'{"queries": [], "topk": 0}', 400, "from 1 to 1000, got 0"),
+        (b'{"queries": ' + b"[" * 200_000, 400, ""),
         (b'{"queries": [], "topk": true}', 400, "got True"),
         (b'{"queries": [], "topk": "3"}', 400, "got '3'"),
         (b'{"queries": [], "return_scores": 1}', 400, "true or false"),

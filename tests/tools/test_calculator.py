@@ -78,6 +78,7 @@ def test_percent_and_remainder(expression, value):
         ("sqrt(9/16)", "0.75"),
         ("abs(-3.5)", "3.5"),
         ("min(3, 1, 2) + max(1, 5)", "6"),
+        ("min(4) + max(5)", "9"),
         ("sum(1, 2, 3) / mean(1, 2, 3)", "3"),
         ("round(2.5)", "3"),
         ("round(-2.5)", "-3"),

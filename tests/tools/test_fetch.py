@@ -577,3 +577,9 @@ def test_importing_it_needs_no_heavy_package():
     program = "import sys, agentrl.tools.fetch\nprint('trafilatura' in sys.modules)\n"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
+
+
+@pytest.mark.parametrize("host", ["a" * 64 + ".example", "...", "a..b"])
+def test_a_name_that_no_host_can_have_is_the_models_error(host):
+    with pytest.raises(ToolError):
+        asyncio.run(FetchTool(schemes=("http",))(f"http://{host}/"))

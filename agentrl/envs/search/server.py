@@ -72,7 +72,10 @@ def parse_request(body: bytes, default_topk: int) -> tuple[list[str], int, bool]
     Raises:
         ValueError: the body is not a request; the text says what was expected.
     """
-    request = json.loads(body)
+    try:
+        request = json.loads(body)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if not isinstance(request, dict):
         raise ValueError(f"expected a JSON object, got {type(request).__name__}")
     queries = request.get("queries")
