@@ -25,7 +25,7 @@ from agentrl.envs.gym_adapter import GymEnv
 from agentrl.envs.info_checks import CheckFailed, check_end, check_json, check_messages, check_start
 from agentrl.envs.registry import make as make_env
 from agentrl.envs.registry import with_async
-from agentrl.envs.tool_env import ToolEnv
+from agentrl.envs.tool_env import ToolEnv, check_machine
 from agentrl.envs.tool_schemas import schema_problems
 from agentrl.envs.wrapper import Wrapper
 from agentrl.errors import AgentRLError, ConfigError
@@ -108,8 +108,7 @@ def check_env(env: str | type[Env] | Callable[..., Any] | gymnasium.Env[Any, Any
     try:
         made = make()
         try:
-            if isinstance(made.unwrapped, ToolEnv):
-                made.unwrapped.check_machine()
+            check_machine(made)
         finally:
             made.close()
     except AgentRLError:

@@ -131,12 +131,6 @@ class ToolEnv(Env):
         require_number(self, "success_reward", at_least=-1e9)
         check_reward(self)
 
-    def check_machine(self) -> None:
-        """Raises ConfigError where this machine lacks what a tool needs."""
-        for entry in self.tools:
-            if isinstance(entry, Tool):
-                entry.check(self)
-
     def _made(self) -> None:
         check_reward(self)
         check_reward_signatures(self)
@@ -378,6 +372,13 @@ class ToolEnv(Env):
     def _rewards(self, which: str) -> RewardSet:
         """Rewards as functions; a plain function set on the class is not a method and gets no ``self``."""
         return RewardSet(reward_of(self, which))
+
+
+def check_machine(env: Any) -> None:
+    """Raises ConfigError where this machine lacks what a tool of ``env`` needs; nothing else of it is run."""
+    if isinstance(env.unwrapped, ToolEnv):
+        for entry in env.unwrapped.tools:
+            _as_tool(entry).check(env.unwrapped)
 
 
 def _as_tool(entry: Any) -> Tool:

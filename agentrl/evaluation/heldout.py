@@ -12,7 +12,7 @@ from typing import Any
 from agentrl.config.schema import EvalConfig
 from agentrl.data.tasks import drawn_held_out_task, env_label, held_out_tasks
 from agentrl.envs.prompt import PromptEnv
-from agentrl.envs.tool_env import ToolEnv
+from agentrl.envs.tool_env import check_machine
 from agentrl.errors import ConfigError
 from agentrl.evaluation.metrics import EvalSummary, summarize
 from agentrl.rollout.setup import make_env
@@ -64,8 +64,7 @@ def held_out_sets(cfg: Any, *, split: str = "test") -> list[HeldOutSet]:
     for one in wanted:
         env = make_env(one.spec, one.kwargs, sandbox=cfg.sandbox)
         try:
-            if isinstance(env.unwrapped, ToolEnv):
-                env.unwrapped.check_machine()
+            check_machine(env)
             if one.split == "all" and "all" not in env.get_wrapper_attr("splits"):
                 one = replace(one, split="test")  # data with splits of its own: what it holds out itself
             if one.optional and not _has_tasks(env, one.split):

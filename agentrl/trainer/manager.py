@@ -19,6 +19,7 @@ from agentrl.config.schema import Config
 from agentrl.data.buffer import DataBuffer, load_source
 from agentrl.data.store import TrajectoryStore
 from agentrl.data.tasks import TaskSource
+from agentrl.envs.tool_env import check_machine
 from agentrl.errors import AgentRLError, EngineError, EnvError
 from agentrl.evaluation.heldout import HeldOutSet, held_out_sets, run_set
 from agentrl.process import write_log_to
@@ -98,7 +99,8 @@ class RolloutManager:
         if cfg.data_source_path:
             source = load_source(cfg.data_source_path, cfg)
         else:
-            env = make_env(spec, kwargs)
+            env = make_env(spec, kwargs, sandbox=cfg.sandbox)
+            check_machine(env)  # here, for what the first check takes would hold up the episodes
             source = TaskSource.of_env(spec, env, seed=cfg.seed)
             env.close()
         self.buffer = DataBuffer(source)
