@@ -48,7 +48,10 @@ def evaluated(config: EvalConfig, explicit: Mapping[str, str]) -> Iterator[str]:
             )
 
 
-RESCORING = ("rescore", "output_dir", "custom_rm_path", "rollout_concurrency", "episode_timeout", "json", "log_level")
+RESCORING = (
+    *("rescore", "output_dir", "custom_rm_path", "sandbox"),
+    *("rollout_concurrency", "episode_timeout", "json", "log_level"),
+)
 """Options that count when stored episodes are scored anew; the rest is as it was when they were played."""
 
 

@@ -73,8 +73,9 @@ def rescore(cfg: EvalConfig) -> int:
             f"{cfg.output_dir}: its episodes were played and rewarded by {old.custom_generate_function_path}, whose "
             "rewards cannot be had without playing again."
         )
+    cfg = cfg.replace(sandbox=cfg.sandbox or old.sandbox)
     for name in result.sets:  # what cannot be made is said before a folder is
-        _environment(about[name]["env"], dict(about[name]["env_args"]), cfg.custom_rm_path).close()
+        _environment(about[name]["env"], dict(about[name]["env_args"]), cfg).close()
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(RunDir.create(old.replace(output_dir=str(_new_folder(result.path)))))
         run.describe(evaluation=result.record["evaluation"], rescored={"custom_rm_path": cfg.custom_rm_path})
@@ -151,7 +152,7 @@ async def _rescore_set(
     numbers = iter(range(len(trajectories)))
 
     async def worker() -> None:
-        env = _environment(spec, kwargs, cfg.custom_rm_path)
+        env = _environment(spec, kwargs, cfg)
         try:
             for number in numbers:
                 trajectory = trajectories[number]
@@ -180,10 +181,10 @@ async def _rescore_set(
     return results, kept
 
 
-def _environment(spec: str, kwargs: dict[str, Any], reward: str | None) -> Any:
+def _environment(spec: str, kwargs: dict[str, Any], cfg: EvalConfig) -> Any:
     """The environment of a set, with ``--custom-rm-path`` in the place of its own reward."""
-    env = make_env(spec, kwargs)
-    if reward is not None:
+    env = make_env(spec, kwargs, sandbox=cfg.sandbox)
+    if (reward := cfg.custom_rm_path) is not None:
         if not isinstance(env.unwrapped, ToolEnv):
             env.close()
             raise ConfigError(

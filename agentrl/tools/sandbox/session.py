@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from agentrl.errors import InfraError
+from agentrl.errors import ConfigError, InfraError
 from agentrl.tools.sandbox.holder import remove
 from agentrl.tools.sandbox.tiers import Sandbox, base_python, libraries
 
@@ -99,10 +99,10 @@ class Session:
                     self._interpreter = Interpreter(self.sandbox)
                     self._end_with_this = weakref.finalize(self, _end_later, self._interpreter)
                     self._end_with_this.atexit = False  # the holder sees for itself that its caller ends
-                except InfraError as error:
+                except (InfraError, ConfigError, OSError) as error:  # a full disk, say
                     if self._has_run:
                         return Result("exited", detail=f"a new one did not start: {error}"[:500])
-                    raise
+                    raise InfraError(str(error)) from error
             self._has_run = True
             result = self._interpreter.run(code)
             if result.lost:

@@ -88,11 +88,19 @@ def test_code_cannot_make_its_episode_a_failure_of_infrastructure(open_session: 
         assert ok(session.run("1 + 1")) == "2"
 
 
+def no_space(**_: str) -> None:
+    raise OSError(28, "No space left on device")
+
+
 def test_a_session_that_fails_after_code_has_run_is_the_episodes(open_process: Open, monkeypatch: pytest.MonkeyPatch):
     session = open_process()
     monkeypatch.setattr("agentrl.tools.sandbox.session.base_python", lambda: "/bin/false")
     with pytest.raises(InfraError, match="did not start"):
         session.run("1")  # no code has run: nobody's fault
+    monkeypatch.undo()
+    monkeypatch.setattr("tempfile.mkdtemp", no_space)
+    with pytest.raises(InfraError, match="No space left"):
+        session.run("1")
     monkeypatch.undo()
     assert session.run("import os\nos._exit(0)").lost
     monkeypatch.setattr("agentrl.tools.sandbox.session.base_python", lambda: "/bin/false")
