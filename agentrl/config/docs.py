@@ -9,9 +9,10 @@ from pathlib import Path
 
 from agentrl.cli.help import default_text, flag_text
 from agentrl.config.fields import Option, options
+from agentrl.config.megatron_options import ACTS, CHECKPOINT, ONLY, OWNED
 from agentrl.config.names import IMPLIED, NOT_AVAILABLE
 from agentrl.config.parse import ALIASES
-from agentrl.config.passthrough import MEGATRON_OWNED, SGLANG_OWNED
+from agentrl.config.passthrough import SGLANG_OWNED
 from agentrl.config.presets import BEYOND, PRESETS, TUNED_TO
 from agentrl.config.schema import Config, EvalConfig
 
@@ -73,9 +74,14 @@ is the server's `--mem-fraction-static 0.7`. Names and types are checked against
 itself, so not accepted: {sglang}.
 
 **Megatron-core.** Fields of TransformerConfig, ModelParallelConfig, OptimizerConfig and DistributedDataParallelConfig
-are taken under their own names (`--moe-router-topk 2`, `--no-bias-dropout-fusion`), checked by name and type against
-the installed megatron-core. The model's sizes come from the checkpoint's `config.json`; given anyway, they must agree
-with it. Not accepted, because options above decide them: {megatron}.
+are taken under their own names (`--adam-eps 1e-6`, `--no-bias-dropout-fusion`), checked by name and type against the
+installed megatron-core.
+
+- These act: {acts}.
+- These are read from the checkpoint's `config.json`; given anyway, they must agree with it: {checkpoint}.
+- These have one value only: {only}.
+- These are decided by options above or by the run: {owned}.
+- All others are refused with the reason; their default, or switching them off, is accepted.
 """
 
 
@@ -124,7 +130,7 @@ def render() -> str:
             + ", ".join(f"`{train[key].flag} {value}`" for key, value in BEYOND.items())
             + ".",
         ]
-    lines += ["", PASSED_ON.format(sglang=_listed(SGLANG_OWNED), megatron=_listed(MEGATRON_OWNED))]
+    lines += ["", _passed_on()]
     lines += [
         "## Not available yet",
         "",
@@ -139,6 +145,13 @@ def render() -> str:
         *(f"| `--{name}` | {reason} |" for name, reason in IMPLIED.items()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _passed_on() -> str:
+    acts, owned = sorted(ACTS), [name for name in OWNED if name not in options(Config)]
+    only = [f"{name} {value}" for name, (value, _) in ONLY.items()]
+    lists = {"acts": acts, "checkpoint": CHECKPOINT, "only": only, "owned": owned, "sglang": SGLANG_OWNED}
+    return PASSED_ON.format(**{key: _listed(names) for key, names in lists.items()})
 
 
 def _listed(names: Iterable[str]) -> str:

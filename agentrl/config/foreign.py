@@ -12,8 +12,9 @@ import functools
 import importlib.machinery
 import importlib.util
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 MEGATRON_CLASSES = {
     "ModelParallelConfig": "core/model_parallel_config.py",
@@ -33,6 +34,8 @@ class ForeignField:
     element: str = "str"
     choices: tuple = ()
     nullable: bool = False
+    default: Any = None
+    """Where it is a literal."""
 
 
 def package_folder(name: str) -> Path | None:
@@ -129,8 +132,14 @@ def megatron_fields() -> dict[str, ForeignField] | None:
             continue
         for name, stmt in _class_fields(folder / path, cls).items():
             if not name.startswith("_"):
-                table.setdefault(name, _field_of(name, stmt.annotation))
+                table.setdefault(name, replace(_field_of(name, stmt.annotation), default=_default(stmt.value)))
     return table or None
+
+
+def _default(node: ast.expr | None) -> Any:
+    if isinstance(node, ast.Call):  # field(default=...)
+        node = next((word.value for word in node.keywords if word.arg == "default"), None)
+    return None if node is None else _literal(node)
 
 
 def _sglang_entry(name: str, stmt: ast.AnnAssign) -> dict[str, ForeignField]:

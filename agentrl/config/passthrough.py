@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.config.foreign import ForeignField, megatron_fields, sglang_fields
+from agentrl.config.megatron_options import OWNED
 from agentrl.config.names import nearest
 from agentrl.config.values import EXPECTED, PARSERS, coerce, parse_json_or_text
 from agentrl.errors import ConfigError
@@ -39,18 +40,6 @@ SGLANG_OWNED = {
     "config": "write the keys into the table [sglang] of --config FILE",
 }
 """Server arguments that the run itself sets, with what to do in their place."""
-
-MEGATRON_OWNED = {
-    "bf16": "use --dtype bf16",
-    "fp16": "use --dtype bf16 (fp16 is not supported)",
-    "params_dtype": "use --dtype",
-    "pipeline_dtype": "use --dtype",
-    "autocast_dtype": "use --dtype",
-    "deterministic_mode": "use --deterministic",
-    "variable_seq_lengths": "micro-batches are always packed",
-    "calculate_per_token_loss": "the loss is always normalized over all tokens of a step",
-}
-"""Fields of Megatron's configs that follow from options of ours."""
 
 
 def read_text(given: str, field: ForeignField, words: Sequence[str]) -> Any:
@@ -136,8 +125,8 @@ def megatron_field(given: str, name: str) -> ForeignField | None:
         ConfigError: The field follows from an option of ours, or cannot be written as text.
     """
     key = name.replace("-", "_")
-    if key in MEGATRON_OWNED:
-        raise ConfigError(f"{given} cannot be set: {MEGATRON_OWNED[key]}.")
+    if key in OWNED:
+        raise ConfigError(f"{given} cannot be set: {OWNED[key]}.")
     field = (megatron_fields() or {}).get(key)
     if field is not None and field.kind == "opaque":
         raise ConfigError(f"{given} cannot be set: Megatron takes an object here, not text.")

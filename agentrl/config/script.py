@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.config.fields import options
+from agentrl.config.megatron_options import CHECKPOINT
 from agentrl.config.names import ADVICE, IMPLIED, NOT_AVAILABLE, implied, renamed
 from agentrl.config.parse import parse_flags
 from agentrl.config.schema import Config
-from agentrl.config.validate import SHAPE
 from agentrl.errors import ConfigError
 
 _END = "\n"
 _PROGRAM = re.compile(r"(?:.*/)?(train(?:_async)?\.py)$")
 _EXPANDED = re.compile(r"\$\{(\w+)\[[@*]\]\}$")
 _ROOM_FOR_PROMPTS = 4096
-_SHAPE = {*SHAPE, "normalization", "layernorm_epsilon", "norm_epsilon", "rotary_base", "qk_layernorm", "add_qkv_bias"}
+_SHAPE = {*CHECKPOINT, "norm_epsilon", "num_moe_experts", "moe_router_topk"}
 """Megatron's options that follow from a checkpoint's ``config.json``."""
 
 

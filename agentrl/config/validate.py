@@ -12,6 +12,7 @@ from typing import Any
 from agentrl.config.architecture import not_computed
 from agentrl.config.derive import batch_rule
 from agentrl.config.fields import Option, options
+from agentrl.config.megatron_options import problems as megatron_problems
 from agentrl.config.schema import Config, EvalConfig
 from agentrl.config.validate_eval import evaluated, rescored
 from agentrl.errors import ConfigError
@@ -225,28 +226,9 @@ def _model(config: Config | EvalConfig) -> Iterator[str]:
         yield from _shape(config, model)
 
 
-SHAPE = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_key_value_heads",
-    "kv_channels": "head_dim",
-    "num_moe_experts": "num_experts",
-    "moe_router_topk": "num_experts_per_tok",
-}
-"""Sizes as Megatron names them -> as the checkpoint's ``config.json`` names them."""
-
-
 def _shape(config: Config, model: dict[str, Any]) -> Iterator[str]:
-    """The model's sizes against Megatron's own flags and the parallel layout."""
-    for name, key in SHAPE.items():
-        given, there = config.megatron.get(name), model.get(key)
-        if given is not None and there is not None and given != there:
-            yield (
-                f"--{name.replace('_', '-')} {given} is not the model's {key} {there}; sizes are read from the "
-                "checkpoint, leave the flag out."
-            )
+    """Megatron's own flags and the parallel layout against the model."""
+    yield from megatron_problems(config.megatron, model)
     for flag, parts, key in (
         ("--tensor-model-parallel-size", config.tensor_model_parallel_size, "num_attention_heads"),
         ("--tensor-model-parallel-size", config.tensor_model_parallel_size, "num_key_value_heads"),

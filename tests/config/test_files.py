@@ -110,7 +110,7 @@ def test_named_files_as_a_table(from_file, tmp_path):
 
 
 def test_saved_configuration_loads_again(from_file, load):
-    cfg = load("--lr", "1e-5", "--env-arg", "topk=3", "--moe-router-topk", "4")
+    cfg = load("--lr", "1e-5", "--env-arg", "topk=3", "--adam-eps", "1e-5")
     text = json.dumps(cfg.to_dict())
     assert Config.from_dict(json.loads(text)) == cfg
     assert from_file(text, ".json") == cfg

@@ -29,11 +29,12 @@ from megatron.core.tensor_parallel import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from agentrl.config.architecture import not_computed, rope
+from agentrl.config.megatron_options import CHECKPOINT, passed_on, problems
 from agentrl.errors import CheckpointError, ConfigError, first_few
 from agentrl.trainer.megatron import cpu
 from agentrl.trainer.megatron.attention import PackedSequences
@@ -140,6 +141,10 @@ def make_bridge(hf_config: PretrainedConfig, options: TrainerOptions, layout: La
     return bridge
 
 
+# Megatron's own choice, attention, would save nothing: both kinds of attention here keep no scores anyway.
+_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+
+
 def _transformer_options(options: TrainerOptions) -> dict[str, Any]:
     engine = has_transformer_engine()
     return {
@@ -157,37 +162,32 @@ def _transformer_options(options: TrainerOptions) -> dict[str, Any]:
         "persist_layer_norm": False,
         # The CPU's look-up of embeddings is deterministic as it is.
         "deterministic_mode": options.deterministic and not cpu.on_cpu(),
-        **({"recompute_granularity": "selective"} if options.recompute_activations else {}),
+        **(_RECOMPUTE if options.recompute_activations else {}),
         **megatron_overrides(options, TransformerConfig),
     }
 
 
-_REFUSED = {
-    "calculate_per_token_loss": "the loss is already a mean over the tokens of the whole step",
-    "virtual_pipeline_model_parallel_size": "interleaved pipeline stages are not available",
-    "finalize_model_grads_func": "the trainer sets it",
-}
-
-
-def check_overrides(options: TrainerOptions) -> None:
-    """Raise ConfigError when an entry of ``options.megatron`` is no field of any Megatron configuration."""
-    known: set[str] = set()
-    for cls in (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig):
-        known |= {f.name for f in dataclasses.fields(cls)}
+def check_overrides(options: TrainerOptions, hf_config: PretrainedConfig) -> None:
+    """Raise ConfigError for options for Megatron that it has not, or that cannot be set for this checkpoint."""
+    known = {f.name for cls in _CONFIGS for f in dataclasses.fields(cls)} | set(CHECKPOINT)
     for name in options.megatron:
-        if name in _REFUSED:
-            raise ConfigError(f"Megatron option {name!r} cannot be set: {_REFUSED[name]}")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             raise ConfigError(
                 f"Megatron-core has no option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
             )
+    wrong = list(problems(options.megatron, hf_config.to_dict()))
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+
+
+_CONFIGS = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 
 
 def megatron_overrides(options: TrainerOptions, config_class: type) -> dict[str, Any]:
-    """The entries of ``options.megatron`` that are fields of this Megatron configuration class."""
+    """The entries of ``options.megatron`` that this Megatron configuration class is to have."""
     fields = {f.name for f in dataclasses.fields(config_class)}
-    return {k: v for k, v in options.megatron.items() if k in fields}
+    return {k: v for k, v in passed_on(options.megatron).items() if k in fields}
 
 
 class PolicyModel(GPTModel):
