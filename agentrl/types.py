@@ -43,6 +43,7 @@ class StopReason(StrEnum):
     MAX_CONTEXT = "max_context"  # prompt and answer fill --rollout-max-context-len
     MAX_TOOL_OUTPUT = "max_tool_output"
     TIMEOUT = "timeout"  # wall time of the episode
+    ENGINE_TIMEOUT = "engine_timeout"  # the same, most of it spent waiting for the engine; not trained
     ENV_TRUNCATED = "env_truncated"  # the env itself returned truncated=True
     POLICY_ERROR = "policy_error"
     ENV_ERROR = "env_error"
@@ -62,6 +63,7 @@ _OUTCOME_OF = {
     StopReason.MAX_CONTEXT: Outcome.TRUNCATED,
     StopReason.MAX_TOOL_OUTPUT: Outcome.TRUNCATED,
     StopReason.TIMEOUT: Outcome.TRUNCATED,
+    StopReason.ENGINE_TIMEOUT: Outcome.TRUNCATED,
     StopReason.ENV_TRUNCATED: Outcome.TRUNCATED,
     StopReason.POLICY_ERROR: Outcome.POLICY_ERROR,
     StopReason.ENV_ERROR: Outcome.INFRA_ERROR,

@@ -106,6 +106,7 @@ class Episode:
         self._client, self._chat, self._params = client, chat, params
         self._trajectory_id = trajectory_id
         self._started = time.monotonic()
+        self._engine_seconds = 0.0  # waited for the engine, a call that was given up included
         self._rewards: dict[str, float] = {}
         self._success: bool | None = None
         self._info: dict[str, Any] = {}
@@ -206,7 +207,7 @@ class Episode:
                 returned = await contained(attend("the custom generate function", generate, context, movable=False))
         except TimeoutError:
             if clock.expired():
-                raise EpisodeEnd(StopReason.TIMEOUT) from None
+                raise self._out_of_time() from None
             raise
         if self._end is not None:  # the function caught what ended its episode
             raise self._end
@@ -246,15 +247,33 @@ class Episode:
         try:
             self._check_budgets()
             async with clock:
-                return await self.conversation.generate()
+                return await self._engines_turn()
         except EpisodeEnd as end:
             self._end = end
             raise
         except TimeoutError:
             if not clock.expired():
                 raise
-            self._end = EpisodeEnd(StopReason.TIMEOUT)
+            self._end = self._out_of_time()
             raise self._end from None
+
+    async def _engines_turn(self) -> Turn:
+        started = time.monotonic()
+        try:
+            return await self.conversation.generate()
+        finally:
+            self._engine_seconds += time.monotonic() - started
+
+    def _out_of_time(self) -> EpisodeEnd:
+        """The end of an episode whose wall time is over; the engine's doing where it had most of that time."""
+        limit, engine = self.limits.timeout_s, self._engine_seconds
+        if 2 * engine <= limit:
+            return EpisodeEnd(StopReason.TIMEOUT)
+        return EpisodeEnd(
+            StopReason.ENGINE_TIMEOUT,
+            f"{engine:.1f} s of the {limit:g} s of --episode-timeout were spent waiting for the engine: give more "
+            "time, or fewer episodes at once (--rollout-concurrency)",
+        )
 
     def observe(self, messages: Sequence[Message]) -> None:
         """Append an observation, if another turn may follow it."""
@@ -270,7 +289,7 @@ class Episode:
         if limit is not None and self.conversation.num_turns >= limit:
             raise EpisodeEnd(StopReason.MAX_TURNS)
         if self._time_left() <= 0:
-            raise EpisodeEnd(StopReason.TIMEOUT)
+            raise self._out_of_time()
 
     def _time_left(self) -> float:
         return self._started + self.limits.timeout_s - time.monotonic()
@@ -371,7 +390,7 @@ class Episode:
             if not clock.expired():
                 raise  # the environment's own
             if name == "step" and seconds == left:
-                self._end = EpisodeEnd(StopReason.TIMEOUT)
+                self._end = self._out_of_time()
             else:
                 text = f"{type(self.env).__name__}.{name} did not return within {seconds:.1f} s"
                 if seconds < left:

@@ -170,7 +170,7 @@ class EpisodeRunner:
                 generate=self._generate,
             )
             # A step that did not return may still be running in the environment.
-            broken = (StopReason.ENV_ERROR, StopReason.TOOL_ERROR, StopReason.TIMEOUT)
+            broken = (StopReason.ENV_ERROR, StopReason.TOOL_ERROR, StopReason.TIMEOUT, StopReason.ENGINE_TIMEOUT)
             reusable = trajectories[0].stop_reason not in broken and not self._closed
             return trajectories
         finally:

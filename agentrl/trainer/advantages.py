@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from agentrl.errors import DataError
-from agentrl.types import Group, Outcome, Trajectory
+from agentrl.types import Group, Outcome, StopReason, Trajectory
 
 GRPO_EPS = 1e-6
 
@@ -21,10 +21,11 @@ GRPO_EPS = 1e-6
 def trainable(trajectory: Trajectory) -> bool:
     """Whether a trajectory may enter a baseline and a loss.
 
-    Infrastructure errors may not: their reward says nothing about the policy. Neither may a
-    trajectory in which the model sampled nothing.
+    Infrastructure errors may not: their reward says nothing about the policy. Neither may an episode whose
+    time ran out because the engine was slow, nor a trajectory in which the model sampled nothing.
     """
-    return trajectory.outcome is not Outcome.INFRA_ERROR and trajectory.num_sampled > 0
+    theirs = trajectory.outcome is Outcome.INFRA_ERROR or trajectory.stop_reason is StopReason.ENGINE_TIMEOUT
+    return not theirs and trajectory.num_sampled > 0
 
 
 def grpo(groups: Iterable[Group], *, normalize_std: bool = True, eps: float = GRPO_EPS) -> dict[str, float]:
@@ -38,8 +39,7 @@ def grpo(groups: Iterable[Group], *, normalize_std: bool = True, eps: float = GR
 
     - where several agents play (``MultiAgentEnv``), each is compared with itself: the trajectories of an agent
       carry a group id of their own, ``<group>/<agent>``;
-    - infrastructure errors and trajectories without a sampled token get no advantage and enter
-      no mean;
+    - what is not :func:`trainable` gets no advantage and enters no mean;
     - all rewards of a group equal: advantages are exactly 0, the members stay in the batch;
     - fewer than two trainable members: no baseline exists, so the group gets no advantages.
 

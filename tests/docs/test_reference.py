@@ -94,7 +94,7 @@ def test_settings_of_a_tool_env():
 
 def test_stop_reasons_and_their_outcomes():
     table = section(ENVIRONMENTS, "How an episode ends")
-    rows = re.findall(r"^\| `(\w+)` \| .* \| ([\w ]+?)(?:: trained)? \|$", table, re.M)
+    rows = re.findall(r"^\| `(\w+)` \| .* \| ([\w ]+?)(?:: [\w ,]*trained)? \|$", table, re.M)
     outcomes = {"infrastructure error": "infra_error", "policy error": "policy_error"}
     assert {name: outcomes.get(text, text) for name, text in rows} == {str(r): str(r.outcome) for r in StopReason}
 

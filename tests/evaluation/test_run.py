@@ -157,7 +157,7 @@ def test_the_time_limit_of_an_episode(run_eval, out):
 
     with FakeOpenAI(slow) as server:
         assert run_eval(server, "--limit", "1", "--episode-timeout", "1") == 0
-    assert summary(out)["stop_reasons"] == {"timeout": 1} and summary(out)["truncation_rate"] == 1.0
+    assert summary(out)["stop_reasons"] == {"engine_timeout": 1} and summary(out)["truncation_rate"] == 1.0
 
 
 def test_a_wrong_key_ends_it_at_once(run_eval, out):

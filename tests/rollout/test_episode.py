@@ -115,13 +115,13 @@ def test_tool_output_budget(run, chat):
 def test_wall_time_between_turns(run, chat):
     client = ScriptedClient([CALL], chat, latency=0.1)
     trajectory = play(run, LookUp(steps=99), chat, client=client, timeout_s=0.25, max_turns=None)
-    assert trajectory.stop_reason is StopReason.TIMEOUT and trajectory.outcome is Outcome.TRUNCATED
+    assert trajectory.stop_reason is StopReason.ENGINE_TIMEOUT and trajectory.outcome is Outcome.TRUNCATED
 
 
 def test_wall_time_inside_a_request(run, chat):
     client = ScriptedClient([CALL], chat, latency=30)
     trajectory = play(run, LookUp(), chat, client=client, timeout_s=0.3)
-    assert trajectory.stop_reason is StopReason.TIMEOUT and trajectory.error is None
+    assert trajectory.stop_reason is StopReason.ENGINE_TIMEOUT and "waiting for the engine" in trajectory.error
     assert trajectory.timings["total"] < 10 and client.requests == []
 
 
@@ -130,7 +130,7 @@ def test_wall_time_inside_a_step(run, chat):
         await asyncio.sleep(30)
 
     trajectory = play(run, LookUp(astep=slow), chat, timeout_s=0.2)
-    assert trajectory.stop_reason is StopReason.TIMEOUT
+    assert trajectory.stop_reason is StopReason.TIMEOUT and trajectory.error is None
 
 
 @pytest.mark.parametrize("part", ["areset", "astep"])

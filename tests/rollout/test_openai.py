@@ -90,7 +90,7 @@ def test_budgets_end_it_with_one_reason(run, chat, policy):
         await asyncio.sleep(5)
 
     late = policy(run, chat, LookUp(astep=slow), timeout_s=0.3)
-    assert late.stop_reason is StopReason.TIMEOUT
+    assert late.stop_reason in (StopReason.TIMEOUT, StopReason.ENGINE_TIMEOUT)  # by what the server took of 0.3 s
 
 
 # -- what goes over the wire ---------------------------------------------------------------------------

@@ -45,9 +45,10 @@ def test_one_group_in_two_pieces_is_one_group():
     assert grpo(halves) == grpo([whole])
 
 
-def test_infrastructure_errors_are_in_no_baseline():
+@pytest.mark.parametrize("reason", [StopReason.ENGINE_ERROR, StopReason.ENGINE_TIMEOUT])
+def test_what_is_not_the_models_doing_is_in_no_baseline(reason):
     members = group([0, 1], "a")
-    members.trajectories.append(trajectory("broken", 100.0, "a", stop=StopReason.ENGINE_ERROR))
+    members.trajectories.append(trajectory("broken", 100.0, "a", stop=reason))
     assert grpo([members]) == grpo([group([0, 1], "a")])
 
 
