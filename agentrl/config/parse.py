@@ -175,6 +175,8 @@ def _choice(option: Option, given: str, value: Any) -> Any:
         extra = ""
         if option.name == "advantage_estimator" and value in ("gspo", "ppo", "reinforce_plus_plus", "rloo", "cispo"):
             extra = f" ({value} is not available yet in this version)"
+        elif option.name == "kl_loss_type" and value == "k1":
+            extra = " (as a loss, k1 has an expected gradient of 0: it adds noise and holds nothing back)"
         raise ConfigError(f"{given}: expected {_expected(option)}, got {value!r}{extra}")
     return value
 

@@ -203,12 +203,15 @@ class AlgorithmOptions:
     """Lower clip range of the probability ratio."""
     eps_clip_high: Annotated[float, Range(low=0.0, low_open=True)] | None = None
     """Upper clip range of the probability ratio; unset: the same as --eps-clip."""
+    use_rollout_logprobs: bool = True
+    """Take the old log-probabilities of the probability ratio from the engine that sampled; otherwise the trainer
+    computes them anew before a rollout's first optimizer step, at the cost of a forward pass if there are several."""
     use_kl_loss: bool = False
     """Add the KL divergence to the reference model to the loss."""
     kl_loss_coef: NonNegative = 0.001
     """Weight of the KL loss."""
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
-    """Estimator of the KL loss; `low_var_kl` is k3, clamped."""
+    kl_loss_type: Literal["k2", "k3", "low_var_kl"] = "low_var_kl"
+    """Estimator of the KL loss; `low_var_kl` is k3, clamped. There is no k1: as a loss its expected gradient is 0."""
     ref_load: PathText | None = None
     """Folder of the reference model in Hugging Face form; unset: --hf-checkpoint."""
     entropy_coef: NonNegative = 0.0
@@ -228,7 +231,7 @@ class OptimizerOptions:
     lr: Annotated[float, Range(low=0.0, low_open=True)] = 1e-6
     """Peak learning rate of Adam."""
     min_lr: NonNegative = 0.0
-    """Learning rate at the end of the decay."""
+    """Learning rate to which the decay leads: the step after the run's last one would have it."""
     lr_warmup_steps: Count = 0
     """Optimizer steps of linear warm-up."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
@@ -264,7 +267,8 @@ class ParallelOptions:
     use_distributed_optimizer: bool = False
     """Split the optimizer's state over data-parallel ranks."""
     recompute_activations: bool = False
-    """Recompute activations in the backward pass in place of keeping them."""
+    """Recompute MLPs in the backward pass in place of keeping their activations. More is saved, at the cost of a whole
+    forward pass, by `--recompute-granularity full --recompute-method uniform --recompute-num-layers 1`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,7 +309,7 @@ class MegatronPassedOn:
 
     megatron: dict[str, Any] = field(default_factory=dict)
     """Fields of Megatron's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig by their own flags
-    (`--moe-router-topk 2`), or the table `[megatron]` of a file."""
+    (`--adam-eps 1e-6`), or the table `[megatron]` of a file."""
 
 
 @dataclass(frozen=True, kw_only=True)

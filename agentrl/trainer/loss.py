@@ -8,15 +8,13 @@ micro-batches, packed or laid out over ranks does not enter.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from agentrl.errors import ConfigError
 
-KLType = Literal["k1", "k2", "k3", "low_var_kl"]
-KL_TYPES: tuple[str, ...] = ("k1", "k2", "k3", "low_var_kl")
+KL_TYPES = ("k2", "k3", "low_var_kl")
 
 SUMS = (
     "tokens", "loss", "pg_loss", "kl_loss", "entropy", "clip_fraction", "ppo_kl",
@@ -76,13 +74,14 @@ def clipped_surrogate(
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     """Per-token estimate of KL(policy || reference) from samples of the policy, float[N].
 
-    With d = logprobs - ref_logprobs: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d
+    With d = logprobs - ref_logprobs: k2 = d^2 / 2, k3 = exp(-d) - 1 + d
     (http://joschu.net/blog/kl-approx.html). ``low_var_kl`` is k3 with d limited to [-20, 20]
     and the outcome to [-10, 10], so that one odd token cannot take over a step.
+
+    There is no k1 = d: as a loss its gradient is that of the log-probability alone, whose expectation
+    under the policy is 0, so it adds noise and pulls nowhere.
     """
     d = logprobs - ref_logprobs
-    if kind == "k1":
-        return d
     if kind == "k2":
         return 0.5 * d * d
     if kind == "k3":

@@ -81,6 +81,11 @@ def test_a_derived_batch_always_satisfies_the_rule(batch, samples, size, steps):
         (("--custom-generate-function-path", "no/where.py:f"), ("no such file: no/where.py",)),
         (("--load", "no/run"), ("--load", "no/run")),
         (("--use-kl-loss", "--ref-load", "no/model"), ("--ref-load", "no/model")),
+        (("--use-kl-loss", "--kl-loss-type", "k1"), ("k2, k3, low_var_kl", "expected gradient of 0")),
+        (
+            ("--logprob-abs-diff-warn", "0.2", "--logprob-abs-diff-stop", "0.1"),
+            ("--logprob-abs-diff-warn 0.2", "--logprob-abs-diff-stop 0.1"),
+        ),
         (("--num-layers", "5"), ("--num-layers 5", "num_hidden_layers 4")),
         (("--sglang-enable-deterministic-inference",), ("use --deterministic",)),
         (("--deterministic-mode",), ("use --deterministic",)),

@@ -20,6 +20,11 @@ LAYOUTS = {
     "pp2": {"pipeline_model_parallel_size": 2},
     "dp2": {},
     "dp2 dist": {"use_distributed_optimizer": True},
+    # Weights that arrive in the next forward pass: what is exported and saved must be current nevertheless.
+    "dp2 late gather": {
+        "use_distributed_optimizer": True,
+        "megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20_000},
+    },
 }
 
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from agentrl.config import Config, load_config
 from agentrl.errors import DisagreementError
 from agentrl.trainer.agreement import LARGEST, MEAN, Bounds, Watch
+from agentrl.trainer.megatron.options import TrainerOptions
 from tests.trainer.samples import random_batch
 
 
@@ -49,3 +51,11 @@ def test_its_own_log_probabilities_are_trained_on_whatever_the_later_steps_do(ma
     assert report[MEAN] < 1e-5 and trainer.steps_done == 2
     # The second step's weights had moved: its difference is no disagreement.
     assert np.abs(trainer.log_probs(batch) - values).max() > 1e-2
+
+
+def test_every_option_of_the_trainer_can_be_set():
+    """An option that no flag sets would be dead: these follow from the run, are Megatron's, or are for all."""
+    names = {field.name for field in dataclasses.fields(TrainerOptions)} - {f.name for f in dataclasses.fields(Config)}
+    assert names == {"adam_eps", "timeout_s", "temperature", "lr_decay_steps"}
+    options = TrainerOptions.from_config(load_config(["--env", "search", "--no-use-rollout-logprobs"]))
+    assert not options.use_rollout_logprobs

@@ -37,7 +37,6 @@ def reference(x, options):
             grad[i] += -ratio * a
         d = x["lp"][i] - x["ref"][i]
         kl, dkl = {
-            "k1": (d, 1.0),
             "k2": (d * d / 2, d),
             "k3": (np.exp(-d) - 1 + d, 1 - np.exp(-d)),
             "low_var_kl": (np.exp(-d) - 1 + d, 1 - np.exp(-d)),
@@ -80,12 +79,32 @@ def test_low_var_kl_limits_odd_tokens():
     assert torch.isfinite(kl_estimate(torch.tensor([-900.0]), torch.tensor([0.0]), "low_var_kl")).all()
 
 
-def test_kl_estimates_agree_in_the_mean():
+def test_the_k3_estimate_is_the_divergence_in_the_mean():
     torch.manual_seed(0)
     p, q = torch.randn(50).log_softmax(0), torch.randn(50).log_softmax(0)
     true = (p.exp() * (p - q)).sum()
-    for kind in ("k1", "k3"):
-        assert (p.exp() * kl_estimate(p, q, kind)).sum() == pytest.approx(float(true), abs=1e-5)
+    assert (p.exp() * kl_estimate(p, q, "k3")).sum() == pytest.approx(float(true), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", KL_TYPES)
+def test_every_estimate_pulls_towards_the_reference_in_expectation(kind):
+    """As a loss on samples of the policy; k1 would not: its expected gradient is 0."""
+    torch.manual_seed(0)
+    logits, q = torch.randn(20, requires_grad=True), torch.randn(20).log_softmax(0)
+    p = logits.log_softmax(0)
+    (p.detach().exp() * kl_estimate(p, q, kind)).sum().backward()
+    ours, logits.grad = logits.grad, None
+    p = logits.log_softmax(0)
+    (p.exp() * (p - q)).sum().backward()
+    assert torch.cosine_similarity(ours, logits.grad, dim=0) > 0.5
+    assert kl_k1_gradient(logits.detach()).norm() < 1e-6
+
+
+def kl_k1_gradient(logits):
+    logits = logits.clone().requires_grad_()
+    p = logits.log_softmax(0)
+    (p.detach().exp() * p).sum().backward()
+    return logits.grad
 
 
 def test_an_empty_micro_batch_has_zero_loss():
@@ -98,7 +117,7 @@ def test_an_empty_micro_batch_has_zero_loss():
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"kl_loss_type": "k9"}, {"eps_clip": 0.0}, {"eps_clip": 1.5}, {"eps_clip_high": -0.1}]
+    "kwargs", [{"kl_loss_type": "k1"}, {"eps_clip": 0.0}, {"eps_clip": 1.5}, {"eps_clip_high": -0.1}]
 )
 def test_wrong_options_name_their_flags(kwargs):
     with pytest.raises(ConfigError, match="--"):

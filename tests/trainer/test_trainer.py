@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -159,18 +161,25 @@ def test_a_rollout_with_fewer_trajectories_than_steps_is_trained_in_fewer(make_t
     assert trainer.steps_done == 2
 
 
+def test_log_probabilities_are_taken_without_dropout(make_trainer):
+    trainer, modes = make_trainer(use_kl_loss=True, kl_loss_coef=0.1, use_rollout_logprobs=False), []
+    trainer.model.register_forward_pre_hook(lambda module, args: modes.append(module.training))
+    trainer.train(random_batch(4), num_steps=2)
+    assert modes == sorted(modes) and set(modes) == {False, True}  # reference and old first, then updates
+
+
 def test_recomputed_old_log_probabilities(make_trainer):
     batch = random_batch(6)
-    metrics = make_trainer(recompute_old_logprobs=True).train(batch)
+    metrics = make_trainer(use_rollout_logprobs=False).train(batch)
     assert (metrics["train/clip_fraction"], metrics["train/ppo_kl"]) == (0.0, 0.0)
     assert metrics["train/logprob_abs_diff_mean"] > 0.01
-    assert make_trainer(recompute_old_logprobs=True).train(batch, num_steps=2)["train/ppo_kl"] != 0.0
+    assert make_trainer(use_rollout_logprobs=False).train(batch, num_steps=2)["train/ppo_kl"] != 0.0
 
 
 def test_training_raises_the_probability_of_what_was_good(make_trainer):
     batch = random_batch(8)
     batch = dataclasses.replace(batch, advantages=batch.loss_mask.astype(np.float32))
-    trainer = make_trainer(recompute_old_logprobs=True)
+    trainer = make_trainer(use_rollout_logprobs=False)
     before = trainer.log_probs(batch).sum()
     for _ in range(3):
         trainer.train(batch)
@@ -191,6 +200,30 @@ def test_a_bad_gradient_changes_nothing(make_trainer):
     after = trainer.train(batch)
     assert after["train/steps_skipped"] == 0
     assert after["train/lr"] == pytest.approx(1e-3 * 2 / 4)
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 1, 3])
+def test_the_learning_rate_has_its_peak_once_and_is_never_at_its_end(style, warmup):
+    """Against the formula; the scheduler needs no model."""
+    from agentrl.trainer.megatron.optimizer import build_scheduler
+    from agentrl.trainer.megatron.options import TrainerOptions
+
+    steps, lr, least = 8, 1e-3, 1e-4
+    options = TrainerOptions(
+        lr=lr, min_lr=least, lr_warmup_steps=warmup, lr_decay_style=style, lr_decay_steps=steps, weight_decay=0.1
+    )
+    group = {"lr": 0.0}
+    scheduler, rates = build_scheduler(SimpleNamespace(param_groups=[group]), options), []
+    for _ in range(steps):
+        rates.append(group["lr"])
+        scheduler.step(1)
+    peak = max(warmup, 1)
+    for k, rate in enumerate(rates, start=1):
+        part = (k - peak) / (steps + 1 - peak)
+        left = 1 - part if style == "linear" else (1 + math.cos(math.pi * part)) / 2
+        assert rate == pytest.approx(lr * k / warmup if k < peak else least + (lr - least) * left), k
+    assert rates[peak - 1] == lr and rates.count(lr) == 1 and rates[-1] > least
 
 
 @pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": True}, {"dtype": "bf16"}])
@@ -254,16 +287,21 @@ def test_large_models_are_saved_in_shards(make_trainer, tmp_path, monkeypatch):
 
 
 def test_megatrons_own_options_reach_megatron(make_trainer):
-    trainer = make_trainer(megatron={"adam_eps": 1e-5, "layernorm_epsilon": 1e-3, "bucket_size": 1000})
+    given = {"adam_eps": 1e-5, "bias_dropout_fusion": True, "average_in_collective": True, "rotary_base": 10000.0}
+    trainer = make_trainer(megatron=given)
     assert trainer.optimizer.config.adam_eps == 1e-5
-    assert trainer.model.config.layernorm_epsilon == 1e-3
+    assert trainer.model.config.bias_dropout_fusion
+    assert trainer.ddp.ddp_config.average_in_collective
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"recompute_activations": True},
-        {"megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}},
+        {"megatron": FULL},
         {"megatron": {"overlap_grad_reduce": True, "bucket_size": 5000}},
     ],
 )
@@ -274,11 +312,33 @@ def test_memory_and_overlap_options_change_nothing(make_trainer, options):
         assert metrics[key] == pytest.approx(expected[key], rel=1e-6)
 
 
+def test_recomputing_activations_keeps_fewer_of_them(make_trainer):
+    kept = []
+    for options in ({}, {"recompute_activations": True}, {"megatron": FULL}):
+        trainer, saved = make_trainer(max_tokens_per_gpu=1000, **options), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+            loss, seen = trainer._loss, []
+
+            def at_the_end(scale, packed, hidden, loss=loss, saved=saved, seen=seen, trainer=trainer):
+                weights = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
+                storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in saved)}
+                seen.append(sum(size for at, size in storages.items() if at not in weights))
+                return loss(scale, packed, hidden)
+
+            trainer._loss = at_the_end
+            trainer.train(random_batch(16, low=40, high=60))
+        kept.append(seen[0])
+    everything, selective, full = kept
+    assert selective < 0.7 * everything and full < 0.5 * selective
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"megatron": {"adam_epz": 1}}, "did you mean 'adam_eps'"),
-        ({"megatron": {"calculate_per_token_loss": True}}, "already a mean"),
+        ({"megatron": {"calculate_per_token_loss": True}}, "always a mean"),
+        ({"megatron": {"layernorm_epsilon": 1e-3}}, "does not agree with the model's rms_norm_eps"),
+        ({"megatron": {"hidden_dropout": 0.1}}, "samples without dropout"),
         ({"tensor_model_parallel_size": 3}, "does not divide the 1 trainer ranks"),
         ({"context_parallel_size": 2}, "context-parallel-size"),
         ({"sequence_parallel": True}, "sequence-parallel needs"),

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_BYTES = 8 << 20
-"""Size of one chunk of float32 logits. Small enough for a cache on the CPU."""
+CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}
+"""Size of one chunk of float32 logits: small enough for a CPU's cache, large enough to keep a GPU busy, which reads
+the whole weight for each chunk."""
 KEEP_BYTES = 512 << 20
 """Softmax kept from forward to backward up to this size; beyond it, logits are computed again."""
 
@@ -45,20 +46,22 @@ def log_probs(
     Args:
         hidden: [N, h] states that predict the targets, equal on all ranks of ``shard.group``. Its
             gradient is this rank's part; sum it over the group (Megatron's mappings do).
-        weight: [rows, h] of this rank; rows beyond ``shard.size`` are padding and ignored.
+        weight: [rows, h] of this rank; rows beyond ``shard.size`` are padding and ignored. Its gradient is summed in
+            float32 over the chunks: into ``weight.main_grad`` where Megatron has put one (``weight.grad`` then is 0).
         targets: int64[N] in the whole vocabulary.
         entropy: also compute the entropy, with gradient.
 
     Returns:
         float32[N], and float32[N] or None.
     """
-    values, entropies = _LinearLogProb.apply(hidden, weight[: shard.size], targets, shard, 1.0 / temperature, entropy)
+    values, entropies = _LinearLogProb.apply(hidden, weight, targets, shard, 1.0 / temperature, entropy)
     return values, entropies if entropy else None
 
 
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, shard, inverse_temperature, want_entropy):
+    def forward(ctx, hidden, whole, targets, shard, inverse_temperature, want_entropy):
+        weight = whole[: shard.size]
         n, vocab = hidden.shape[0], weight.shape[0]
         local = targets - shard.start
         here = (local >= 0) & (local < vocab)
@@ -67,7 +70,7 @@ class _LinearLogProb(torch.autograd.Function):
         # lse: of this rank's logits; picked: logit of the target; mean: of the logits under softmax
         lse, picked, mean = (hidden.new_empty(n, dtype=torch.float32) for _ in range(3))
         kept = []
-        for rows in _chunks(n, vocab):
+        for rows in _chunks(n, weight):
             logits = _logits(hidden[rows], weight, inverse_temperature)
             picked[rows] = logits.gather(1, local[rows, None]).squeeze(1)
             largest = logits.amax(1, keepdim=True)
@@ -86,20 +89,26 @@ class _LinearLogProb(torch.autograd.Function):
         ctx.kept, ctx.shard, ctx.scale = kept, shard, inverse_temperature
         result = picked - lse
         entropy = lse - mean if want_entropy else hidden.new_empty(0)
-        ctx.save_for_backward(hidden, weight, local, here, share, lse, entropy)
+        ctx.save_for_backward(hidden, whole, local, here, share, lse, entropy)
+        ctx.main_grad = getattr(whole, "main_grad", None)
         ctx.want_entropy = want_entropy
         return result, entropy
 
     @staticmethod
     def backward(ctx, grad, grad_entropy):
-        hidden, weight, local, here, share, lse, entropy = ctx.saved_tensors
+        hidden, whole, local, here, share, lse, entropy = ctx.saved_tensors
+        weight = whole[: ctx.shard.size]
         grad = grad.float()
         on_target = grad * here
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = None
+        # In the weight's own precision the error would grow with the number of chunks.
+        total = ctx.main_grad
+        if total is None:
+            total = torch.zeros(whole.shape, dtype=torch.float32, device=whole.device)
+        grad_weight = total[: ctx.shard.size]
         kept = iter(ctx.kept)
         ctx.kept = ()
-        for rows in _chunks(hidden.shape[0], weight.shape[0]):
+        for rows in _chunks(hidden.shape[0], weight):
             probs = next(kept, None)
             if probs is None:
                 probs = _logits(hidden[rows], weight, ctx.scale).sub_(lse[rows, None]).exp_()
@@ -118,13 +127,13 @@ class _LinearLogProb(torch.autograd.Function):
                 probs.mul_(ctx.scale)
             probs = probs.to(weight.dtype)
             torch.mm(probs, weight, out=grad_hidden[rows])
-            if grad_weight is None:
-                grad_weight = probs.t() @ hidden[rows]
-            else:
+            if probs.dtype is grad_weight.dtype:
                 grad_weight.addmm_(probs.t(), hidden[rows])
-        if grad_weight is None:
-            grad_weight = torch.zeros_like(weight)
-        return grad_hidden, grad_weight, None, None, None, None
+            else:
+                grad_weight.add_(probs.t() @ hidden[rows])
+        # Megatron adds what is returned to main_grad, so that gradients of a tied embedding come together there.
+        returned = total.to(whole.dtype) if ctx.main_grad is None else torch.zeros_like(whole)
+        return grad_hidden, returned, None, None, None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor, inverse_temperature: float) -> Tensor:
@@ -132,8 +141,8 @@ def _logits(hidden: Tensor, weight: Tensor, inverse_temperature: float) -> Tenso
     return logits if inverse_temperature == 1.0 else logits.mul_(inverse_temperature)
 
 
-def _chunks(n: int, vocab: int) -> list[slice]:
-    size = max(64, CHUNK_BYTES // (4 * vocab))
+def _chunks(n: int, weight: Tensor) -> list[slice]:
+    size = max(64, CHUNK_BYTES[weight.device.type] // (4 * weight.shape[0]))
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 

@@ -34,15 +34,20 @@ def build_optimizer(model: DistributedDataParallel, options: TrainerOptions) -> 
 
 
 def build_scheduler(optimizer: MegatronOptimizer, options: TrainerOptions) -> OptimizerParamScheduler:
-    """Linear warm-up, then ``options.lr_decay_style``. Counts optimizer steps."""
-    decay_steps = options.lr_decay_steps or options.lr_warmup_steps + 1
+    """Linear warm-up, then ``options.lr_decay_style``. Counts the optimizer steps that were taken.
+
+    With a warm-up of W steps and N steps in all, step k = 1, 2, ... has lr * k / W up to k = W; from there the style
+    takes lr at k = max(W, 1) to min_lr at k = N + 1. So one step has the peak, and none has min_lr.
+    """
+    # Before step k the scheduler has counted k - 1, so its warm-up starts at the first step's rate.
+    warmup = max(options.lr_warmup_steps - 1, 0)
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=options.lr / (warmup + 1),
         max_lr=options.lr,
         min_lr=options.min_lr,
-        lr_warmup_steps=options.lr_warmup_steps,
-        lr_decay_steps=max(decay_steps, options.lr_warmup_steps + 1),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(options.lr_decay_steps or 0, warmup + 1),
         lr_decay_style=options.lr_decay_style,
         start_wd=options.weight_decay,
         end_wd=options.weight_decay,
@@ -56,7 +61,6 @@ def optimizer_step(
 ) -> tuple[bool, float, float]:
     """Update the weights from the gradients in the buffers.
 
-    The rate is that of the step about to be taken, so a warm-up of n steps starts at lr / n, not 0.
     Where the gradient norm is not finite nothing changes: no weight, no moment, no step count.
 
     Args:
@@ -65,17 +69,17 @@ def optimizer_step(
     Returns:
         Whether the weights were updated, the gradient norm before clipping, the learning rate.
     """
-    scheduler.step(1)
     rate = float(optimizer.param_groups[0]["lr"])
     overflow = optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     if overflow or not math.isfinite(norm):
         optimizer.zero_grad()
-        scheduler.step(-1)
         return False, norm, rate
     if clip > 0:
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             parameters = part.get_parameters()
             if parameters:
                 clip_grads.clip_grad_by_total_norm_fp32(parameters, clip, norm)
-    return bool(optimizer.step_with_ready_grads()), norm, rate
+    updated = bool(optimizer.step_with_ready_grads())
+    scheduler.step(1)
+    return updated, norm, rate

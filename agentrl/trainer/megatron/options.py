@@ -40,7 +40,7 @@ class TrainerOptions:
     """Optimizer steps over which the rate rises linearly; the first step has lr / lr_warmup_steps."""
     lr_decay_style: str = "constant"
     lr_decay_steps: int | None = None
-    """Optimizer steps until ``min_lr`` is reached; needed unless the style is constant."""
+    """Optimizer steps of the run; the one after the last would have ``min_lr``. Needed unless the style is constant."""
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.98
@@ -56,8 +56,8 @@ class TrainerOptions:
     entropy_coef: float = 0.0
     temperature: float = 1.0
     """Sampling temperature: log-probabilities are of softmax(logits / temperature)."""
-    recompute_old_logprobs: bool = False
-    """Old log-probabilities by a forward pass of the trainer instead of the engine's own."""
+    use_rollout_logprobs: bool = True
+    """Old log-probabilities are the engine's own; otherwise by a forward pass of the trainer."""
     logprob_abs_diff_stop: float = 0.0
     """Largest mean |trainer's - engine's log-probability| of a rollout, in nats, that is trained on; 0: any."""
     ref_load: str | None = None

@@ -88,7 +88,7 @@ class MegatronTrainer:
         self.options = options
         self.hf_checkpoint = Path(hf_checkpoint)
         hf_config = models.read_config(hf_checkpoint)
-        models.check_overrides(options)
+        models.check_overrides(options, hf_config)
         self.layout = parallel.initialize(rank, world_size, master_addr, master_port, options, listener)
         try:
             self._build(hf_config)
@@ -103,6 +103,9 @@ class MegatronTrainer:
         self.model = models.build_model(self.bridge, self.layout)
         self.ddp = models.wrap_ddp(self.model, options)
         self.model.config.finalize_model_grads_func = finalize_model_grads
+        if self.ddp.ddp_config.overlap_grad_reduce:
+            # Gradients travel after the last micro-batch; Megatron otherwise expects as many of them in each step.
+            self.model.config.no_sync_func = self.ddp.no_sync
         self._copies = WeightCopies(self.model)
         self.load_hf(options.ref_load or hf_checkpoint)
         if options.kl_coef:
@@ -111,6 +114,8 @@ class MegatronTrainer:
             self.load_hf(hf_checkpoint)
         self.optimizer = build_optimizer(self.ddp, options)
         self.scheduler = build_scheduler(self.optimizer, options)
+        # Megatron's --overlap-param-gather: updated weights reach the other ranks in the next forward pass.
+        self.gathers_late = self.ddp.use_forward_hook
         self.loss_options = LossOptions(
             eps_clip=options.eps_clip,
             eps_clip_high=options.eps_clip_high,
@@ -138,7 +143,7 @@ class MegatronTrainer:
         """Train on a batch in ``num_steps`` optimizer steps and report.
 
         Log-probabilities of the reference are computed first where the loss needs them, and
-        the old ones where ``recompute_old_logprobs`` asks for them.
+        the old ones without ``use_rollout_logprobs``.
 
         Args:
             batch: all samples of the rollout; every rank gets the whole of it and takes its part.
@@ -156,14 +161,18 @@ class MegatronTrainer:
         num_steps = min(num_steps, max(batch.num_episodes, 1))
         if self.loss_options.kl_loss_coef and batch.ref_logprobs is None:
             batch = batch.with_logprobs(ref_logprobs=self.log_probs(batch, "ref"))
-        current_is_old = self.options.recompute_old_logprobs and num_steps == 1
-        if self.options.recompute_old_logprobs and not current_is_old:
+        recompute = not self.options.use_rollout_logprobs
+        current_is_old = recompute and num_steps == 1
+        if recompute and not current_is_old:
             batch = batch.with_logprobs(old_logprobs=self.log_probs(batch, "actor"))
         prepared = time.perf_counter()
         steps = self._schedule(batch, num_steps, batch.episode_ids)
         # Engine against trainer can be compared only before the first update moves the weights.
         stops = [self.options.logprob_abs_diff_stop, *[0.0] * (len(steps) - 1)]
         reports = [self._train_step(batch, s, current_is_old, stop) for s, stop in zip(steps, stops, strict=True)]
+        if self.gathers_late:
+            # Otherwise export, checkpoint and log-probabilities would see parts of the weights before the last update.
+            self.ddp.start_param_sync(force_sync=True)
         seconds = time.perf_counter() - prepared
         metrics = {name: float(np.mean([r[name] for r in reports])) for name in reports[0]}
         metrics |= {name: reports[0][name] for name in MISMATCH}
@@ -217,9 +226,12 @@ class MegatronTrainer:
         return total * scale, {"sums": sums, "largest": largest}
 
     def _log_probs_of(self, packed: _Packed, hidden: Tensor, *, entropy: bool = False):
+        weight = self.model.output_weight()
+        if self.gathers_late:  # Megatron waits for weights in the forward pass of their module, and this one has none
+            self.ddp.param_to_bucket_group[weight].finish_param_sync()
         return log_probs(
             self.model.rows_for_logits(hidden, packed.rows),
-            self.model.output_weight(),
+            weight,
             packed.targets,
             self.shard,
             temperature=self.options.temperature,
@@ -252,12 +264,16 @@ class MegatronTrainer:
             with self._copies.use("ref"):
                 return self.log_probs(batch, "actor")
         (step,) = self._schedule(batch, 1, None)
+        self.model.eval()  # no dropout, and nothing is kept for a backward pass
 
         def collect(packed: _Packed, hidden: Tensor) -> tuple[Tensor, dict[str, Any]]:
             values, _ = self._log_probs_of(packed, hidden)
             return hidden.new_zeros((), dtype=torch.float32), {"at": packed.columns, "values": values}
 
-        results = self._forward_backward(batch, step, collect, forward_only=True, old=True)
+        try:
+            results = self._forward_backward(batch, step, collect, forward_only=True, old=True)
+        finally:
+            self.model.train()
         whole = torch.zeros(batch.num_tokens, dtype=torch.float32, device=self.device)
         if self.layout.reports:
             for result in results:
