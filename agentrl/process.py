@@ -124,6 +124,18 @@ class LogFormatter(logging.Formatter):
         return without_secrets(printable(super().format(record))).replace("\n", "\n  ")
 
 
+class LogFile(logging.FileHandler):
+    """A log that cannot be written (the disk is full) loses lines; the run says so where it matters to it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what is still in the buffer
+            super().close()
+
+
 def write_log_to(path: str | Path | None, level: str, *, who: str = "", warnings_to: str | Path | None = None) -> None:
     """Send this process's log of ours to a file (None: standard error), not to a terminal that shows progress.
 
@@ -144,7 +156,13 @@ def write_log_to(path: str | Path | None, level: str, *, who: str = "", warnings
 
 
 def _handler(path: str | Path | None, who: str) -> logging.Handler:
-    handler = logging.FileHandler(path, encoding="utf-8") if path else logging.StreamHandler(sys.stderr)
+    if path:
+        from agentrl.data.files import storage_errors  # the command line comes here before numpy may be imported
+
+        with storage_errors(path):
+            handler: logging.Handler = LogFile(path, encoding="utf-8", errors="backslashreplace")
+    else:
+        handler = logging.StreamHandler(sys.stderr)
     name = f" [{who}]" if who else ""
     handler.setFormatter(LogFormatter(f"%(asctime)s %(levelname)s{name} %(name)s: %(message)s"))
     return handler

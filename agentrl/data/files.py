@@ -26,6 +26,10 @@ _HINTS = {
 _PARTIAL = re.compile(r"\.(.+)\.\d+\.partial")
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a disk on which no more can be written."""
+
+
 @contextlib.contextmanager
 def storage_errors(path: Path | str) -> Iterator[None]:
     """Turn an OSError of writing ``path`` into a StorageError that says what to do."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentrl.data.files import storage_errors
 from agentrl.errors import AgentRLError, WeightSyncError
 from agentrl.process import write_log_to
 from agentrl.trainer.watch import with_pulse
@@ -106,16 +107,18 @@ class TrainActor:
         return values if self.rank == 0 else None
 
     def save(self, path: str) -> None:
-        """See :meth:`MegatronTrainer.save`."""
-        self._trainer.save(path)
+        """See :meth:`MegatronTrainer.save`. Raises StorageError when the disk is full."""
+        with storage_errors(path):
+            self._trainer.save(path)
 
     def load(self, path: str) -> None:
         """See :meth:`MegatronTrainer.load`."""
         self._trainer.load(path)
 
     def save_hf(self, path: str) -> None:
-        """See :meth:`MegatronTrainer.save_hf`."""
-        self._trainer.save_hf(path)
+        """See :meth:`MegatronTrainer.save_hf`. Raises StorageError when the disk is full."""
+        with storage_errors(path):
+            self._trainer.save_hf(path)
 
     def sender(self, method: str, *args: Any) -> Any:
         """Call a method of this rank's :class:`WeightSender`; the result counts on rank 0 only.

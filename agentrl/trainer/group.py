@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.data.files import FULL, storage_errors
 from agentrl.errors import AgentRLError
 from agentrl.progress import Progress
 
@@ -37,6 +38,9 @@ async def within(what: str, seconds: float, *refs: Any) -> list[Any]:
     except RayTaskError as error:
         if isinstance(error.cause, AgentRLError):
             raise error.cause from None
+        if isinstance(error.cause, OSError) and error.cause.errno in FULL:
+            with storage_errors(error.cause.filename or what):
+                raise error.cause from None
         raise AgentRLError(f"{what} failed: {one_line(error.cause)}; see the logs in the run folder") from error
     except RayActorError as error:
         raise AgentRLError(f"{what} failed: a process of the run died; see the logs in the run folder") from error

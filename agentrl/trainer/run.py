@@ -19,6 +19,7 @@ from rich.text import Text
 from agentrl.config.presets import demo_alone
 from agentrl.config.schema import Config
 from agentrl.config.serialize import read_run_config, run_folder_of
+from agentrl.data.files import FULL, storage_errors
 from agentrl.data.rundir import RunDir
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError, DataError
 from agentrl.evaluation.heldout import held_out_sets
@@ -93,6 +94,9 @@ def train(cfg: Config) -> int:
             run.describe(ended={"step": progress.step, "save_hf": cfg.save_hf})
         except BaseException as error:
             how_to_go_on(run, progress, error)
+            if isinstance(error, OSError) and error.errno in FULL:
+                with storage_errors(error.filename or run.path):
+                    raise
             raise
     return 0
 

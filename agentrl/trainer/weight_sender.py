@@ -273,7 +273,7 @@ class WeightSender:
 
         The folder appears under its name only when it is complete.
         """
-        from safetensors.torch import save_file
+        from agentrl.trainer.megatron.tensor_file import save_tensors
 
         partial = Path(f"{path}.partial")
         total = 0
@@ -284,7 +284,7 @@ class WeightSender:
         while bucket is not None:
             if self._rank == 0:
                 tensors = dict(self._current.named_tensors())
-                save_file(tensors, partial / f"model-{index:05d}.safetensors", metadata={"format": "pt"})
+                save_tensors(tensors, partial / f"model-{index:05d}.safetensors")
                 total += bucket.nbytes
             index += 1
             bucket = self._advance()

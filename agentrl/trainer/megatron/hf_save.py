@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from agentrl.data.files import atomic_folder
+from agentrl.trainer.megatron.tensor_file import save_tensors
 
 SHARD_BYTES = 4 << 30
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".py", ".h5", ".msgpack")
@@ -48,7 +48,7 @@ def _write_shards(weights: Iterable[tuple[str, Tensor]], folder: Path) -> torch.
     def flush() -> None:
         nonlocal shard, size
         if shard:
-            save_file(shard, folder / f"shard-{len(names):05d}", metadata={"format": "pt"})
+            save_tensors(shard, folder / f"shard-{len(names):05d}")
             names.append(list(shard))
             shard, size = {}, 0
 

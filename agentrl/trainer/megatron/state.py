@@ -29,7 +29,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from agentrl.data.files import write_json
@@ -38,6 +37,7 @@ from agentrl.trainer.checkpoint import read_json
 from agentrl.trainer.megatron import cpu
 from agentrl.trainer.megatron.model import PolicyModel
 from agentrl.trainer.megatron.parallel import Layout
+from agentrl.trainer.megatron.tensor_file import save_tensors
 
 FORMAT = 1
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -76,8 +76,8 @@ class TrainerState:
             for kind, value in self._values(parameter, steps).items():
                 tensors[f"{kind}/{name}"] = value.detach().to("cpu", copy=True).contiguous()
         if layout.dp_rank == 0:
-            save_file(tensors, folder / f"model-tp{layout.tp_rank}-pp{layout.pp_rank}.safetensors")
-        save_file(_random_states(), folder / f"random-{layout.rank:05d}.safetensors")
+            save_tensors(tensors, folder / f"model-tp{layout.tp_rank}-pp{layout.pp_rank}.safetensors")
+        save_tensors(_random_states(), folder / f"random-{layout.rank:05d}.safetensors")
         if layout.rank == 0:
             sizes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "world_size": layout.world_size}
             state = {
