@@ -87,11 +87,12 @@ class TrainerGroup:
 
 @dataclass(frozen=True)
 class Generated:
-    """One rollout: its metrics, the reference of its batch, and what was lost of it, in a sentence."""
+    """One rollout: its metrics, the reference of its batch, and sentences on what was lost and which tasks dropped."""
 
     metrics: dict[str, float]
     batch: list[Any]
     lost: str | None = None
+    dropped: str | None = None
 
 
 class RolloutGroup:

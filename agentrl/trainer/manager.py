@@ -13,10 +13,10 @@ import os
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from agentrl.config.schema import Config
-from agentrl.data.buffer import DataBuffer, load_source
+from agentrl.data.buffer import DataBuffer, Draw, load_source
 from agentrl.data.store import TrajectoryStore
 from agentrl.data.tasks import TaskSource
 from agentrl.envs.tool_env import check_machine
@@ -30,14 +30,15 @@ from agentrl.rollout.setup import engine_spec, episode_limits, eval_params, has_
 from agentrl.rollout.worker import EpisodeRunner
 from agentrl.trainer.advantages import grpo
 from agentrl.trainer.batch import TrainBatch
+from agentrl.trainer.deaths import TASK_DEATHS, FailedTasks, engines_failed, failures, lived, never_fits
 from agentrl.trainer.notices import lost_episodes
-from agentrl.trainer.rollout_metrics import by_episode, rollout_metrics
+from agentrl.trainer.rollout_metrics import rollout_metrics
 from agentrl.types import Group, Outcome, Trajectory
 
 log = logging.getLogger(__name__)
 
-IMPOSSIBLE_ROLLOUTS = 3
-"""Rollouts in a row of which no task can ever be played that end a run."""
+FRUITLESS_ROLLOUTS = 3
+"""Rollouts' tasks in a row of which none can be played that end a run: the environment is broken, whatever the task."""
 
 
 class RolloutManager:
@@ -64,6 +65,9 @@ class RolloutManager:
         self._want_example = True
         self._last_groups: list[str] = []
         self._last_dropped: list[str] = []
+        self.failed = FailedTasks(self.run_dir / "failed_tasks.json")
+        self._put_off: list[Draw] = []
+        self._has_lived = False
 
     async def start(self) -> None:
         """Start engines and router, and open everything an episode needs. Raises the errors of each."""
@@ -119,31 +123,33 @@ class RolloutManager:
 
     # -- rollouts -------------------------------------------------------------------------------------
 
-    async def generate(self, step: int) -> tuple[dict[str, float], list[Any], str | None] | None:
+    async def generate(self, step: int) -> tuple[dict[str, float], list[Any], str | None, str | None] | None:
         """Play one batch of groups.
 
         Returns:
             Metrics; a list with the reference of the :class:`TrainBatch` in Ray's store (in a list, so
-            that Ray passes the reference on and not the batch); what was lost, in a sentence. None when the data
-            source has no more tasks.
+            that Ray passes the reference on and not the batch); what was lost, in a sentence; which tasks were
+            dropped, in another. None when the data source has no more tasks.
 
         Raises:
             AgentRLError: no episode of the batch can be trained on; the text carries the last error.
         """
         began, before = time.monotonic(), self.client.metrics()
-        groups, impossible = await self._play(step)
+        groups, lost, dropped = await self._play(step)
         if not groups:
+            if lost:
+                await asyncio.to_thread(self.store.write, step, [t for group in lost for t in group.trajectories])
             return None
         seconds = time.monotonic() - began
         advantages = grpo(groups, normalize_std=self.cfg.grpo_std_normalization)
         compared = {g.group_id for g in groups if any(t.trajectory_id in advantages for t in g.trajectories)}
         self._last_groups = [group.group_id for group in groups if group.group_id in compared]
         self._last_dropped = [group.group_id for group in groups if group.group_id not in compared]
-        episodes = [t for group in [*impossible, *groups] for t in group.trajectories]
+        episodes = [t for group in [*lost, *groups] for t in group.trajectories]
         await asyncio.to_thread(self.store.write, step, episodes, advantages=advantages)
-        self._refuse_if_hopeless(groups, advantages)
+        self._refuse_if_incomparable(groups, advantages)
         batch = TrainBatch.from_groups(groups, advantages)
-        metrics = rollout_metrics([*impossible, *groups], advantages, seconds, self.version)
+        metrics = rollout_metrics([*lost, *groups], advantages, seconds, self.version)
         after = self.client.metrics()
         metrics |= {f"engine/{k}": after[k] - before[k] for k in ("retries", "continuations", "failures")}
         prompt = after["prompt_tokens"] - before["prompt_tokens"]
@@ -153,45 +159,97 @@ class RolloutManager:
         await self.pool.hold()
         import ray
 
-        return metrics, [ray.put(batch)], lost_episodes([*impossible, *groups])
+        return metrics, [ray.put(batch)], lost_episodes([*lost, *groups]), dropped
 
-    async def _play(self, step: int) -> tuple[list[Group], list[Group]]:
-        """The next groups of the account, and those before them that can never be played.
+    async def _play(self, step: int) -> tuple[list[Group], list[Group], str | None]:
+        """A rollout's groups to train on, those that gave nothing, and a sentence on tasks that are dropped.
 
-        A task whose first prompt does not fit is dropped, or a run that meets it could not get past it.
+        A task dies when more than half of its episodes fail for reasons that are not the model's. Others take its place
+        until half of the rollout lives; the dead are played again in the next rollout, and dropped at their
+        third death. A task whose first prompt can never fit is dropped at once.
 
         Raises:
-            EnvError: so many rollouts in a row held nothing else.
+            EnvError: none of so many rollouts' tasks in a row lived. No death is counted then.
         """
-        cfg, impossible = self.cfg, []
-        for _ in range(IMPOSSIBLE_ROLLOUTS):
-            draws = self.buffer.get_samples(cfg.rollout_batch_size)
-            if not draws:
-                break
-            self._count(len(draws) * cfg.n_samples_per_prompt)
+        size, samples = self.cfg.rollout_batch_size, self.cfg.n_samples_per_prompt
+        living: list[Group] = []
+        dead: list[Group] = []
+        never: list[Group] = []
+        fruitless, draws = 0, self._draw(size, suspects=max(1, size // 2))
+        while draws:
+            self._count(len(draws) * samples)
             playing = (
-                self.runner.run_group(d.task, cfg.n_samples_per_prompt, d.group_id, on_trajectory=self._on_episode)
-                for d in draws
+                self.runner.run_group(d.task, samples, d.group_id, on_trajectory=self._on_episode) for d in draws
             )
             groups = await self._unless_broken(asyncio.gather(*playing))
-            never = [group for group in groups if not any(map(_may_be_played, group.trajectories))]
-            for group in never:
-                log.warning("task %s is dropped: %s", group.task.task_id, group.trajectories[0].error)
-            dropped = {group.group_id for group in never}
-            self.buffer.drop(dropped)
-            impossible += never
-            played = [group for group in groups if group.group_id not in dropped]
-            self.buffer.add_samples(played)
-            if played:
-                return self.buffer.take(len(played)), impossible
-        if impossible:
-            await asyncio.to_thread(self.store.write, step, [t for group in impossible for t in group.trajectories])
-        if not draws:
-            return [], impossible
-        last = impossible[-1].trajectories[0]
+            alive = [group for group in groups if lived(group)]
+            self.buffer.add_samples(alive)
+            living += alive
+            never += [group for group in groups if never_fits(group)]
+            dead += [group for group in groups if not lived(group) and not never_fits(group)]
+            fruitless = 0 if alive else fruitless + 1
+            by_engines = not alive and all(map(engines_failed, groups))  # then others would wait in vain, too
+            if fruitless == FRUITLESS_ROLLOUTS or by_engines:
+                await self._refuse_dead(step, [*never, *dead], fruitless)
+            if 2 * len(living) >= size:
+                break
+            draws = self._draw(size - len(living))
+        if living:
+            self._has_lived = True
+            self.failed.forget(living)
+        elif dead and not self._has_lived:  # all the tasks there are
+            await self._refuse_dead(step, [*never, *dead], fruitless)
+        dropped = self._bury(never, dead)
+        if dead and not living:  # the data source has ended: the dead are all that is left
+            played, lost, more = await self._play(step)
+            return played, [*never, *dead, *lost], " ".join(filter(None, (dropped, more))) or None
+        return self.buffer.take(len(living)), [*never, *dead], dropped
+
+    def _draw(self, number: int, *, suspects: int = 0) -> list[Draw]:
+        """The next draws, of which so many may be tasks that failed before: others show whether it is their doing."""
+        draws: list[Draw] = []
+        while (
+            number > (there := len(draws) + min(suspects, len(self._put_off)))
+            and (new := self.buffer.get_samples(number - there))
+        ):  # fmt: skip
+            for draw in new:
+                known = draw.task.task_id in self.failed and len(self._put_off) < len(self.failed)
+                (self._put_off if known else draws).append(draw)
+        if len(draws) < number:
+            suspects = number - len(draws) if not draws else min(suspects, number - len(draws))
+            draws += self._put_off[:suspects]
+            del self._put_off[:suspects]
+        return draws
+
+    def _bury(self, never: list[Group], dead: list[Group]) -> str | None:
+        """Give dead tasks back, or drop them for good; a sentence that names the latter."""
+        gone = {group.task.task_id: group.trajectories[0].error for group in never}
+        self.buffer.drop([group.group_id for group in never])
+        for group in dead:
+            # Of its own, unless the engines failed it: that says nothing of the task.
+            if not engines_failed(group) and self.failed.died(group) >= TASK_DEATHS:
+                gone[group.task.task_id] = failures([group])[0][-1].error
+                self.buffer.drop([group.group_id])
+            else:
+                self.buffer.give_back([group.group_id])
+        if dead:
+            self.failed.save()
+        for task_id, error in gone.items():
+            log.warning("task %s is dropped: %s", task_id, error)
+        if not gone:
+            return None
+        error = list(gone.values())[-1]
+        return f"dropped, since they cannot be played: {', '.join(gone)}; the last error: {error}"
+
+    async def _refuse_dead(self, step: int, groups: list[Group], rollouts: int) -> NoReturn:
+        """End the run: nothing lived. The next start plays other tasks first."""
+        failed, total = failures(groups)
+        await asyncio.to_thread(self.store.write, step, [t for group in groups for t in group.trajectories])
+        self.failed.suspect(group for group in groups if not never_fits(group))
         raise EnvError(
-            f"none of the {len(impossible)} tasks of {IMPOSSIBLE_ROLLOUTS} rollouts in a row can be played; the last: "
-            f"{last.error}"
+            f"none of the {len(groups)} tasks of {rollouts} rollouts in a row could be played: {len(failed)} of "
+            f"{total} episodes failed for reasons that are not the model's ({failed[-1].stop_reason}); the last error: "
+            f"{failed[-1].error}. Nothing was trained on them. All of them are in {self.store.folder}."
         )
 
     async def _unless_broken(self, episodes: asyncio.Future[Any]) -> Any:
@@ -205,22 +263,15 @@ class RolloutManager:
             episodes.cancel()
         return await episodes
 
-    def _refuse_if_hopeless(self, groups: list[Group], advantages: dict[str, float]) -> None:
-        episodes = by_episode(t for group in groups for t in group.trajectories)
-        failed = [e[0] for e in episodes if e[0].outcome is Outcome.INFRA_ERROR]
+    def _refuse_if_incomparable(self, groups: list[Group], advantages: dict[str, float]) -> None:
+        failed, total = failures(groups)
         for trajectory in failed[:3]:
             log.warning("episode %s: %s: %s", trajectory.episode_id, trajectory.stop_reason, trajectory.error)
-        if 2 * len(failed) > len(episodes):
-            raise EnvError(
-                f"{len(failed)} of {len(episodes)} episodes of this rollout failed for reasons that are not the "
-                f"model's ({failed[-1].stop_reason}); the last error: {failed[-1].error}. Nothing was trained on "
-                f"them. All of them are in {self.store.folder}."
-            )
         if not advantages:
             raise AgentRLError(
                 f"no group of this rollout has two episodes that can be compared, so there is nothing to train on: "
                 f"{self.cfg.n_samples_per_prompt} episodes a task were asked for (--n-samples-per-prompt, at least 2), "
-                f"{len(failed)} of {len(episodes)} failed"
+                f"{len(failed)} of {total} failed"
             )
 
     def _count(self, total: int) -> None:
@@ -335,7 +386,3 @@ class RolloutManager:
                 await part.close()
         if hasattr(self, "pool"):
             await self.pool.stop()
-
-
-def _may_be_played(trajectory: Trajectory) -> bool:
-    return trajectory.outcome is not Outcome.INFRA_ERROR or trajectory.info.get("retryable", True)

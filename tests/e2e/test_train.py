@@ -146,7 +146,7 @@ def test_an_env_that_always_raises_ends_the_run_with_its_error(start, tmp_path):
     (tmp_path / "broken.py").write_text(RAISING)
     command = start("train", "--env", "broken.py:Broken", *SMALL, "--num-rollout", "1", "--eval-interval", "0")
     assert command.wait() == 1
-    assert "the database is gone" in command.text and "8 of 8 episodes" in command.text
+    assert "the database is gone" in command.text and "24 of 24 episodes" in command.text
     assert "Traceback" not in command.text
     assert command.left_behind() == []
 

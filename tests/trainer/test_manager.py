@@ -52,17 +52,17 @@ def manager(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> RolloutManager:
     return made
 
 
-async def test_a_task_of_which_nothing_was_trained_is_dropped_and_not_called_trained(manager: RolloutManager) -> None:
+async def test_a_task_of_which_nothing_was_trained_is_not_called_trained(manager: RolloutManager) -> None:
     async def run_group(task: Task, n: int, group_id: str, *, on_trajectory: Any) -> Group:
         reasons = [StopReason.DONE, StopReason.ENV_ERROR if group_id.endswith("1") else StopReason.DONE]
         return Group(group_id, task, [episode(group_id, i, task, reason) for i, reason in enumerate(reasons)])
 
     manager.runner = SimpleNamespace(run_group=run_group)
-    _, (batch,), _ = await manager.generate(0)
+    _, (batch,), *_ = await manager.generate(0)
     assert set(batch.group_ids) == {"g00000000", "g00000002"}
     await manager.mark_trained()
     counts = manager.buffer.counts
-    assert (counts["issued"], counts["trained"], counts["dropped"], counts["in_flight"]) == (3, 2, 1, 0)
+    assert (counts["issued"], counts["trained"], counts["given_back"], counts["in_flight"]) == (3, 2, 1, 0)
 
 
 async def test_episodes_of_several_agents_count_by_episode_and_group(manager: RolloutManager) -> None:
@@ -77,7 +77,7 @@ async def test_episodes_of_several_agents_count_by_episode_and_group(manager: Ro
         return Group(group_id, task, parts)
 
     manager.runner = SimpleNamespace(run_group=run_group)
-    metrics, (batch,), _ = await manager.generate(0)
+    metrics, (batch,), *_ = await manager.generate(0)
     counted, _ = await manager.peek()
     assert (counted["done"], counted["total"]) == (6, 6)
     assert (batch.num_episodes, batch.num_trajectories) == (6, 12)
@@ -117,7 +117,7 @@ async def test_a_source_that_ends_is_no_error_and_its_last_tasks_are_trained(man
     manager.buffer, manager.runner = DataBuffer(Finite(4)), playing()
     sizes = []
     for step in range(2):
-        _, (batch,), _ = await manager.generate(step)
+        _, (batch,), *_ = await manager.generate(step)
         sizes.append(batch.num_episodes)
         await manager.mark_trained()
     assert sizes == [6, 2]
@@ -127,7 +127,7 @@ async def test_a_source_that_ends_is_no_error_and_its_last_tasks_are_trained(man
 
 async def test_tasks_that_can_never_be_played_are_dropped_and_the_run_goes_on(manager: RolloutManager) -> None:
     manager.buffer, manager.runner = DataBuffer(Finite(9)), playing("t/0", "t/1", "t/2", "t/4")
-    metrics, (batch,), lost = await manager.generate(0)  # the whole first batch, and one of the next
+    metrics, (batch,), lost, dropped = await manager.generate(0)  # the whole first batch, and one of the next
     assert lost.startswith("8 of 12 episodes were lost")
     assert set(batch.group_ids) == {"g00000003", "g00000005"}
     assert metrics["rollout/errors"] == 8 and metrics["data/dropped"] == 4
@@ -141,13 +141,13 @@ async def test_tasks_that_can_never_be_played_are_dropped_and_the_run_goes_on(ma
 async def test_a_single_impossible_task_does_not_stop_a_run_of_one_task_a_rollout(manager: RolloutManager) -> None:
     manager.cfg = manager.cfg.replace(rollout_batch_size=1)
     manager.buffer, manager.runner = DataBuffer(Finite(3)), playing("t/0")
-    _, (batch,), _ = await manager.generate(0)
+    _, (batch,), *_ = await manager.generate(0)
     assert set(batch.group_ids) == {"g00000001"}
 
 
 async def test_nothing_but_impossible_tasks_ends_the_run(manager: RolloutManager) -> None:
     manager.buffer, manager.runner = DataBuffer(Finite(99)), playing("all")
-    with pytest.raises(EnvError, match=r"none of the 9 tasks of 3 rollouts in a row .* 9000 tokens"):
+    with pytest.raises(EnvError, match=r"none of the 9 tasks of 3 rollouts in a row .*18 of 18 .* 9000 tokens"):
         await manager.generate(0)
     assert manager.buffer.counts["issued"] == 9
     manager.buffer = DataBuffer(Finite(2))
@@ -159,6 +159,113 @@ async def test_failures_that_may_pass_still_end_a_run(manager: RolloutManager) -
     with pytest.raises(EnvError, match="6 of 6 episodes"):
         await manager.generate(0)
     assert manager.buffer.counts["dropped"] == 0
+
+
+def failing(*names: str) -> SimpleNamespace:
+    """A runner under which the tasks of these names die of themselves; ``broken`` on it: all do."""
+    runner = SimpleNamespace(broken=False, played=[])
+
+    async def run_group(task: Task, n: int, group_id: str, *, on_trajectory: Any) -> Group:
+        runner.played.append(task.task_id)
+        dies = runner.broken or task.task_id in names
+        parts = [episode(group_id, i, task, StopReason.ENV_ERROR if dies else StopReason.DONE) for i in range(n)]
+        for part in parts:
+            part.info["retryable"], part.error = True, f"no row for {task.task_id}" if dies else None
+        return Group(group_id, task, parts)
+
+    runner.run_group = run_group
+    return runner
+
+
+def started_again(manager: RolloutManager, state: dict[str, Any]) -> RolloutManager:
+    """The next start of the run, from the same checkpoint."""
+    made = RolloutManager(manager.cfg, str(manager.run_dir), "model", [{}])
+    made.pool, made.client, made.runner = manager.pool, manager.client, manager.runner
+    made.buffer = DataBuffer(Finite(60))
+    made.buffer.source.left = made.buffer.source.left[state["issued"] :]
+    made.buffer.load_state_dict(state)
+    return made
+
+
+async def test_tasks_that_fail_for_their_own_sake_are_dropped_at_their_third_death(manager: RolloutManager) -> None:
+    """Two of the first three tasks fail: others take their place, and the run goes on."""
+    manager.buffer, manager.runner = DataBuffer(Finite(60)), failing("t/0", "t/1", "t/7")
+    named, trained = [], 0
+    for step in range(9):
+        metrics, (batch,), lost, dropped = await manager.generate(step)
+        assert batch.num_episodes >= 4 and ("no row for" in lost if metrics["rollout/errors"] else lost is None)
+        named += [dropped] if dropped else []
+        trained += batch.num_episodes // 2
+        await manager.mark_trained()
+    assert named == [
+        f"dropped, since they cannot be played: t/{n}; the last error: no row for t/{n}" for n in (0, 1, 7)
+    ]
+    counts = manager.buffer.counts
+    assert (counts["dropped"], counts["given_back"], counts["trained"]) == (3, 0, trained)
+    assert all(manager.runner.played.count(name) == 3 for name in ("t/0", "t/1", "t/7"))
+
+
+async def test_deaths_over_several_starts_count(manager: RolloutManager) -> None:
+    manager.buffer, manager.runner = DataBuffer(Finite(60)), failing("t/1")
+    state = manager.buffer.state_dict()
+    for deaths in (1, 2, 3):
+        *_, dropped = await manager.generate(0)
+        assert (dropped is not None) == (deaths == 3), deaths
+        manager = started_again(manager, state)  # killed before it saved
+
+
+async def test_a_run_that_ends_at_tasks_that_fail_goes_on_after_load(manager: RolloutManager) -> None:
+    """Nine of them in a row, three rollouts' worth: it looks like a broken environment, once."""
+    manager.buffer, manager.runner = DataBuffer(Finite(60)), failing(*(f"t/{i}" for i in range(9)))
+    state = manager.buffer.state_dict()
+    with pytest.raises(EnvError, match="none of the 9 tasks of 3 rollouts in a row could be played: 18 of 18 episodes"):
+        await manager.generate(0)
+    assert manager.buffer.counts["dropped"] == 0
+    manager = started_again(manager, state)
+    for step in range(60):
+        result = await manager.generate(step)
+        if result is None:
+            break
+        await manager.mark_trained()
+    counts = manager.buffer.counts
+    assert (counts["dropped"], counts["trained"], counts["in_flight"], counts["given_back"]) == (9, 51, 0, 0)
+
+
+async def test_a_dead_environment_ends_the_run_and_costs_no_task(manager: RolloutManager) -> None:
+    manager.buffer, manager.runner = DataBuffer(Finite(60)), failing()
+    state = manager.buffer.state_dict()
+    manager.runner.broken = True
+    for _ in range(5):  # however often it is started
+        with pytest.raises(EnvError, match="18 of 18 episodes failed.*no row for"):
+            await manager.generate(0)
+        manager = started_again(manager, state)
+    manager.runner.broken = False
+    for step in range(30):
+        if await manager.generate(step) is None:
+            break
+        await manager.mark_trained()
+    assert (manager.buffer.counts["dropped"], manager.buffer.counts["trained"]) == (0, 60)
+
+
+async def test_an_environment_that_dies_in_a_rollout_ends_the_run(manager: RolloutManager) -> None:
+    manager.cfg = manager.cfg.replace(rollout_batch_size=8)
+    manager.buffer, manager.runner = DataBuffer(Finite(60)), failing(*(f"t/{i}" for i in range(2, 60)))
+    with pytest.raises(EnvError, match="last error: no row for"):
+        await manager.generate(0)
+    assert manager.buffer.counts["dropped"] == 0
+
+
+async def test_tasks_that_fail_at_the_end_of_the_data_do_not_keep_the_run(manager: RolloutManager) -> None:
+    manager.buffer, manager.runner = DataBuffer(Finite(5)), failing("t/3", "t/4")
+    sizes = []
+    for step in range(9):
+        result = await manager.generate(step)
+        if result is None:
+            break
+        sizes.append(result[1][0].num_episodes)
+        await manager.mark_trained()
+    assert sizes == [6] and manager.buffer.counts["dropped"] == 2
+    assert {t.task.task_id for t in manager.store.read("train", step=1)} == {"t/3", "t/4"}
 
 
 async def test_a_rollout_ends_at_once_when_no_engine_can_be_had(manager: RolloutManager) -> None:
