@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import logging
 import os
 import shlex
 import sys
@@ -27,6 +28,8 @@ from agentrl.rollout.engine import EngineSpec, available_memory
 from agentrl.rollout.process import API_KEY_ENV, new_api_key, port_is_free
 from agentrl.rollout.setup import engine_threads, has_gpu, scratch
 from agentrl.warden import Warden
+
+log = logging.getLogger(__name__)
 
 _CPU_TOKENS = 65536
 _CPU_SHARE = 0.4
@@ -159,7 +162,8 @@ def _cpu_tokens(spec: EngineSpec, options: ServeOptions) -> int:
 
 
 _NOT_SERVED = ("seed_oss", "nemotron", "apriel", "smollm3_python")  # SGLang has no detector of their calls
-_REASONING = {"gpt-oss": "gpt-oss", "kimi_k3": "kimi_k3", "minimax-m3": "minimax-m3", "gemma4": "gemma4"}  # not in <think>
+# Families that do not think between <think> tags.
+_REASONING = {"gpt-oss": "gpt-oss", "kimi_k3": "kimi_k3", "minimax-m3": "minimax-m3", "gemma4": "gemma4"}
 
 
 def parsers(options: ServeOptions, model: str) -> tuple[str | None, str | None]:
@@ -173,12 +177,24 @@ def parsers(options: ServeOptions, model: str) -> tuple[str | None, str | None]:
     chosen = [options.tool_call_parser, options.reasoning_parser]
     if "auto" in chosen:
         chat = ChatTemplate(model)
+        if options.tool_call_parser == "auto" and chat.takes_tools:
+            _tell_unread(chat)
         # Our names of call formats are SGLang's, where it has the format.
         served = "none" if chat.call_format in _NOT_SERVED else chat.call_format
         automatic = (served, _reasoning_parser(chat))
         chosen = [own if word == "auto" else word for word, own in zip(chosen, automatic, strict=True)]
     tool_parser, reasoning_parser = (None if word == "none" else word for word in chosen)
     return tool_parser, reasoning_parser
+
+
+def _tell_unread(chat: Any) -> None:
+    """Says that a client's calls stay in the text, where they do."""
+    from agentrl.rollout.template_check import no_format
+
+    if chat.call_format == "none":
+        log.warning("%s: what the model writes as calls stays in the text", no_format(chat))
+    elif chat.call_format in _NOT_SERVED:
+        log.warning("SGLang has no parser for calls in the format %r: they stay in the text", chat.call_format)
 
 
 def _reasoning_parser(chat: Any) -> str:

@@ -144,6 +144,12 @@ class ToolEnv(Env):
         """What :meth:`make_tools` makes the tools of, as the author wrote it."""
         return [*self.tools, *_method_tools(type(self))]
 
+    def follows_template(self) -> bool:
+        """Whether it has tools and leaves the form of calls to the model's chat template."""
+        return self.call_format == "auto" and (
+            bool(self.listed_tools()) or type(self).make_tools is not ToolEnv.make_tools
+        )
+
     # -- what authors define ---------------------------------------------------------------------
 
     def task(self, rng: np.random.Generator, split: str) -> Any:

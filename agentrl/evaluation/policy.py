@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from agentrl.config.schema import EvalConfig
 from agentrl.errors import AgentRLError, CheckpointError
-from agentrl.rollout.setup import engine_spec
+from agentrl.rollout.setup import engine_spec, make_env, template_notes
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Policy:
     """What episodes are played with.
 
     ``broken`` says why no answer can be expected any more, ``trouble`` why the last attempt got none; or None.
-    ``notes`` collects what a person should know of the policy.
+    ``notes`` collects what a person should know of the policy, ``about_template`` what is known of its chat template
+    from the start.
     """
 
     client: Any
@@ -28,6 +29,7 @@ class Policy:
     broken: Callable[[], str | None] = lambda: None
     trouble: Callable[[], str | None] = lambda: None
     notes: list[str] = field(default_factory=list)
+    about_template: list[str] = field(default_factory=list)
 
 
 def model_folder(cfg: EvalConfig) -> str | None:
@@ -94,15 +96,19 @@ def _ends(file: Path, size: int, length: int = 1 << 20) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def open_policy(cfg: EvalConfig, model: str | None, *, logs: Path) -> AsyncIterator[Policy]:
+async def open_policy(
+    cfg: EvalConfig, model: str | None, *, logs: Path, environments: Sequence[tuple[str, dict[str, Any]]] = ()
+) -> AsyncIterator[Policy]:
     """Start engines with ``model``, or connect to ``--base-url``; ends with everything stopped.
 
     Args:
         model: HF folder; None: the server has the model.
         logs: folder for what engines and router write.
+        environments: what the policy is to act in; the model's chat template is tried out with them.
 
     Raises:
         AgentRLError: engines do not start, or no server answers.
+        ConfigError: an environment has tools, and calls cannot be read as the model's chat template writes them.
     """
     if model is None:
         from agentrl.rollout.openai import open_server
@@ -114,6 +120,9 @@ async def open_policy(cfg: EvalConfig, model: str | None, *, logs: Path) -> Asyn
     from agentrl.rollout.client import EngineClient
     from agentrl.rollout.pool import EnginePool
 
+    chat = ChatTemplate(model)
+    acts_in = (make_env(*given, sandbox=cfg.sandbox) for given in environments)
+    about_template = template_notes(chat, acts_in, training=False)
     pool = EnginePool(
         engine_spec(cfg, model),
         cfg.rollout_num_engines or 1,
@@ -127,7 +136,7 @@ async def open_policy(cfg: EvalConfig, model: str | None, *, logs: Path) -> Asyn
     try:
         await pool.start()
         async with EngineClient(pool.router_url, pool.router_key) as client:
-            yield Policy(client, ChatTemplate(model), broken=lambda: pool.broken)
+            yield Policy(client, chat, broken=lambda: pool.broken, about_template=about_template)
     finally:
         with contextlib.suppress(AgentRLError):
             await asyncio.shield(pool.stop())

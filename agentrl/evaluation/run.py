@@ -201,7 +201,10 @@ class Session:
         total, done = sum(map(len, self._planned.values())), self._ended_episodes()
         self.progress.stage("starting engines" if model is not None else "connecting to the server")
         try:
-            async with open_policy(cfg, model, logs=self.run.logs) as policy:
+            acts_in = [(held_out.spec, held_out.kwargs) for held_out in self.sets]
+            async with open_policy(cfg, model, logs=self.run.logs, environments=acts_in) as policy:
+                for note in policy.about_template:
+                    self.progress.log(Text(note))
                 for held_out in self.sets:
                     self.progress.stage(f"evaluating {held_out.name} ({held_out.split})")
                     began = time.monotonic()

@@ -31,7 +31,8 @@ from agentrl.types import Message
 
 if TYPE_CHECKING:
     from agentrl.rollout.conversation import Conversation
-    from agentrl.tools.parsers import Parsed
+    from agentrl.rollout.template_check import Trial
+    from agentrl.tools.parsers import Parsed, Parser
 
 __all__ = ["INLINE", "ChatTemplate", "opened_reasoning"]
 
@@ -67,7 +68,7 @@ class ChatTemplate:
         self._prompts: dict[str, np.ndarray] = {}
         self._id_ends: dict[int, str] = {}  # last character of an id's text, white space aside
         self._warned = False
-        self.end_of_turn_id = self._end_of_turn() if self.template_source else None
+        self.end_of_turn_id: int | None = None
         """The control token that the template puts after an assistant message, if it does."""
         self.eos_token_ids: tuple[int, ...] = self._all_eos()
         self._eos = frozenset(self.eos_token_ids)
@@ -80,12 +81,48 @@ class ChatTemplate:
         """The jinja source in use (of a named set, the one for tools); empty without a chat template."""
         return self._renderer.source
 
+    @property
+    def renderer(self) -> Renderer:
+        """Runs the template."""
+        return self._renderer
+
+    @property
+    def name(self) -> str:
+        """What errors call the model."""
+        return self._name
+
     @cached_property
     def call_format(self) -> str:
-        """Name of the tool-call parser that fits this template, see :mod:`agentrl.tools.parsers`."""
+        """Name of the tool-call parser that fits this template, see :mod:`agentrl.tools.parsers`.
+
+        ``none`` where the template takes no tools, or renders a call that no parser here reads back.
+        """
+        return self.trial.call_format if self.trial is not None and self.trial.holds else "none"
+
+    @cached_property
+    def trial(self) -> Trial | None:
+        """How the call format that the template seems to ask for reads what it renders; None when it asks for none."""
+        from agentrl.rollout.template_check import Trial, try_format
         from agentrl.tools.parsers import detect_format
 
-        return detect_format(self.template_source)
+        name = detect_format(self.template_source)
+        if name == "none":
+            return None
+        if self._renderer.omits_calls:
+            return Trial(name, "", "a call is part of the content", holds=True, exact=True)
+        return try_format(self._renderer, name)
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template writes tools into the prompt."""
+        return bool(self.template_source) and self._renderer.shows_tools
+
+    @cached_property
+    def _parser(self) -> Parser:
+        """The parser of :attr:`call_format`: its marks of reasoning are the template's."""
+        from agentrl.tools.parsers import get_parser
+
+        return get_parser(self.call_format)
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> np.ndarray:
         """int32 ``[n]``, read-only: the whole conversation and the opening of an assistant turn.
@@ -149,7 +186,8 @@ class ChatTemplate:
         end = self._end_of_text(sampled)
         said = self.encoder.decode(sampled[:end])
         shape = self._planner.shape(prev_assistant, said, sealed, bool(tools), earlier, system)
-        suffix = self._planner.suffix(shape, sealed)
+        called = [self.encoder.seal(call["function"]["name"]) for call in prev_assistant.get("tool_calls") or ()]
+        suffix = self._planner.suffix(shape, sealed, called)
         if suffix is None:
             return None
         ids = self.encoder.encode_after_control(suffix)
@@ -173,7 +211,7 @@ class ChatTemplate:
         reasoning tag that the prompt opened: ``opening``, or the first generation prompt's.
         """
         said = self.encoder.decode(sampled[: self._end_of_text(sampled)])
-        return (self.opening if opening is None else opening) + said
+        return self._parser.plain((self.opening if opening is None else opening) + said)
 
     def _end_of_text(self, sampled: np.ndarray) -> int:
         """Where the tokens begin that end the turn."""
@@ -188,7 +226,7 @@ class ChatTemplate:
         A format that is not the template's own (``tags:...``) is text to the template: the words stay as
         they were written.
         """
-        if call_format == self.call_format:
+        if call_format == self.call_format and not self._renderer.omits_calls:
             return parsed.message()
         message = Message(role="assistant", content=text.rpartition(_REASONING_END)[2].lstrip("\n"))
         if parsed.reasoning:
@@ -202,7 +240,7 @@ class ChatTemplate:
             if text is None:
                 text = self._id_ends[index] = self.encoder.decode(np.array([index], np.int32)).rstrip()[-1:]
             if text:  # what comes before the white space at the end
-                return opened_reasoning(self.decode(prompt[-_TAIL:])) if text == ">" else ""
+                return self._opened(self.decode(prompt[-_TAIL:])) if text in self._tag_ends else ""
         return ""
 
     def decode(self, ids: np.ndarray) -> str:
@@ -222,36 +260,48 @@ class ChatTemplate:
             )
         self._warned = True
 
-    def _end_of_turn(self) -> int | None:
-        return self._control_after_turn([])
+    def _end_of_turn(self, declared: set[int]) -> int | None:
+        """The token that closes an assistant message: of its closing tokens the one that is declared, else the last."""
+        last = self._after_turn([])
+        try:
+            # What stands there whether or not somebody speaks next: the opening of another message is no end.
+            shared = os.path.commonprefix([last, self._after_turn([{"role": "user", "content": "u"}])])
+        except EnvError:
+            shared = last
+        closing = self._controls(shared) or self._controls(last)[:1]
+        return next((index for index in closing if index in declared), closing[-1] if closing else None)
 
-    def _control_after_turn(self, following: list[dict[str, Any]]) -> int | None:
-        """The control token that comes first after an assistant message which ``following`` follow."""
+    def _after_turn(self, following: list[dict[str, Any]]) -> str:
+        """What is rendered behind the words of an assistant message which ``following`` follow."""
         mark = "endofturnprobe"
         turn = [{"role": "user", "content": "u"}, {"role": "assistant", "content": mark}, *following]
-        rendered = self._renderer.probe(turn, generation=False)
-        tail = rendered[rendered.rfind(mark) + len(mark) :].lstrip()
-        ends = [text for text in self.encoder.control_ids if tail.startswith(text)]
-        return self.encoder.control_ids[max(ends, key=len)] if ends else None
+        return self._renderer.probe(turn, generation=False).rpartition(mark)[2]
+
+    def _controls(self, text: str) -> list[int]:
+        return [self.encoder.control_ids[found] for found in self.encoder.controls_in(text)]
 
     def _all_eos(self) -> tuple[int, ...]:
-        """The end-of-turn token and what the checkpoint declares."""
-        found: list[int | None] = [self.end_of_turn_id]
+        """What the checkpoint declares, and the token that closes a message."""
+        found: list[int | None] = []
         for name in ("generation_config.json", "config.json"):
             path = Path(self._name) / name
             if path.is_file():
                 value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
                 found += value if isinstance(value, list) else [value]
         found.append(self._hf.eos_token_id)
-        found.append(self.encoder.control_ids.get(_END_OF_MESSAGE))
-        if self.end_of_turn_id is None and self.template_source:
-            # GLM ends a turn by the token that opens the next one, whoever speaks there.
-            found += [self._next_turn(role) for role in ("user", "tool")]
+        found += [self.encoder.control_ids.get(text) for text in self._parser.ends]
+        if self.template_source:
+            self.end_of_turn_id = self._end_of_turn({index for index in found if index is not None})
+            found.insert(0, self.end_of_turn_id)
+            if self.end_of_turn_id is None:
+                # GLM ends a turn by the token that opens the next one, whoever speaks there.
+                found += [self._next_turn(role) for role in ("user", "tool")]
         return tuple(dict.fromkeys(int(i) for i in found if i is not None))
 
     def _next_turn(self, role: str) -> int | None:
         try:
-            return self._control_after_turn([{"role": role, "content": "u", "name": "u", "tool_call_id": "u00000000"}])
+            next_turn = self._after_turn([{"role": role, "content": "u", "name": "u", "tool_call_id": "u00000000"}])
+            return next(iter(self._controls(next_turn)), None)
         except EnvError:  # a result without a call, which many templates refuse
             return None
 
@@ -259,7 +309,15 @@ class ChatTemplate:
         return tuple(text for text, index in self.encoder.control_ids.items() if index in self._eos)
 
     def _opened_reasoning(self) -> str:
-        return opened_reasoning(self._renderer.probe([{"role": "user", "content": "u"}]))
+        return self._opened(self._renderer.probe([{"role": "user", "content": "u"}]))
+
+    def _opened(self, prompt: str) -> str:
+        """The reasoning tag that ``prompt`` ends with, as environments get it."""
+        return opened_reasoning(self._parser.plain(prompt))
+
+    @cached_property
+    def _tag_ends(self) -> frozenset[str]:
+        return frozenset(tag.rstrip()[-1] for tag in (*self._parser.reasoning_tags, "<thinking>"))
 
 
 def opened_reasoning(prompt: str) -> str:

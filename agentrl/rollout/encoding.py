@@ -89,6 +89,10 @@ class ProvenanceTokenizer:
             return text
         return self._control_text.sub(lambda match: self._placeholders[match.group()], text)
 
+    def controls_in(self, text: str) -> list[str]:
+        """The control tokens whose text stands in ``text``, in order."""
+        return self._control_text.findall(text) if self._control_text is not None else []
+
     def seal_all(self, value: Any) -> Any:
         """Seal every string inside a JSON-like value (keys too)."""
         if isinstance(value, str):

@@ -119,10 +119,20 @@ class ExtensionPlanner:
             at = match.end()
         return tuple(lead), tuple(self._tag.findall(text))
 
-    def suffix(self, shape: Shape, new_messages: Sequence[dict[str, Any]]) -> str | None:
+    def suffix(self, shape: Shape, new_messages: Sequence[dict[str, Any]], called: Sequence[str] = ()) -> str | None:
         """Rendered text from the end-of-turn token on (or from the end of the sampled text, where the
         template has none), up to the opening of the next assistant turn. None: the template cannot extend.
+
+        ``called`` are the names of the tools that the turn called: some templates write them over the results.
         """
+        suffix = self._suffix(shape, new_messages)
+        for i, name in enumerate(called):
+            mark = self._marks.tool(i)
+            if suffix is not None and mark in suffix:
+                suffix = suffix.replace(mark, name) if _PLAIN_WORD.match(name) else None
+        return suffix
+
+    def _suffix(self, shape: Shape, new_messages: Sequence[dict[str, Any]]) -> str | None:
         plan = self._plans.get(shape)
         if plan is None:
             if len(self._plans) >= _MAX_PLANS:
@@ -241,8 +251,12 @@ class _Marks:
         function = {"name": "probe", "description": self.tools_text, "parameters": parameters}
         return [{"type": "function", "function": function}]
 
+    def tool(self, i: int) -> str:
+        """The name of the tool that call ``i`` calls."""
+        return f"{self._nonce}tool{i:02d}"
+
     def call(self, i: int, call_id: str | None = None) -> dict[str, Any]:
-        function = {"name": "probe", "arguments": {"argument": f"{self._nonce}arg{i:02d}"}}
+        function = {"name": self.tool(i), "arguments": {"argument": f"{self._nonce}arg{i:02d}"}}
         return {"id": call_id or f"{self._nonce}id{i:03d}", "type": "function", "function": function}
 
     def history(self, shape: Shape) -> list[dict[str, Any]]:

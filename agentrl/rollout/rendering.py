@@ -65,9 +65,7 @@ class Renderer:
             ConfigError: there is no template.
             EnvError: the template refuses these messages.
         """
-        if any(message.get("tool_calls") for message in messages):
-            messages = [_in_form(message, self.call_form) for message in messages]
-        return self._run(messages, tools, generation)
+        return self._run([self._dressed(message) for message in messages], tools, generation)
 
     def probe(self, messages: Sequence[dict[str, Any]], *, generation: bool = True) -> str:
         """As :meth:`render`, to learn from; with a made-up tool for a template that knows no conversation without."""
@@ -99,22 +97,43 @@ class Renderer:
         assert refused is not None  # the messages as they are were tried
         raise refused
 
+    def _dressed(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message in the form that the template takes."""
+        if message.get("tool_calls"):
+            message = _in_form(message, self.call_form)
+        if message.get("reasoning_content") and self.reasoning_key != "reasoning_content":
+            message = {self.reasoning_key if key == "reasoning_content" else key: v for key, v in message.items()}
+        return message
+
+    @cached_property
+    def omits_calls(self) -> bool:
+        """Whether the template leaves out the calls of a message, and takes them as part of its content."""
+        text = self._try([_in_form(turn, self.call_form) for turn in _probe_turns()], None)
+        return "probeseen" in text and "probevalue" not in text
+
+    @cached_property
+    def reasoning_key(self) -> str:
+        """The field of a message in which the template looks for what was thought."""
+        call = {"id": "probe0000", "type": "function", "function": {"name": "probename", "arguments": {}}}
+        for key in ("reasoning_content", "thinking", "reasoning"):
+            for said in ({"content": "", "tool_calls": [call]}, {"content": "probe"}):
+                turn = _in_form({"role": "assistant", key: "probethought", **said}, self.call_form)
+                try:
+                    if "probethought" in self._run([{"role": "user", "content": "probe"}, turn], None, False):
+                        return key
+                except EnvError:
+                    continue
+        return "reasoning_content"
+
     @cached_property
     def call_form(self) -> CallForm:
         """The first form in which a call gets through the template whole."""
         for form in _CALL_FORMS:
-            call = {"id": "probe0000", "type": "function"}
-            call["function"] = {"name": "probename", "arguments": {"probekey": "probevalue"}}
-            turns = [
-                {"role": "user", "content": "probe"},
-                {"role": "assistant", "content": "", "tool_calls": [call]},
-                {"role": "tool", "content": "probe", "name": "probename", "tool_call_id": "probe0000"},
-            ]
-            shaped = [_in_form(turn, form) for turn in turns]
+            shaped = [_in_form(turn, form) for turn in _probe_turns()]
             text = self._try(shaped, None) or self._try(shaped, _PROBE_TOOLS)
             # Python's own spelling of a dict, or text quoted once more, is not what the model was trained on.
             garbled = "'probekey'" in text or '\\"probekey' in text
-            if "probename" in text and "probevalue" in text and not garbled:
+            if "probevalue" in text and not garbled:
                 return form
         return CallForm()
 
@@ -155,6 +174,16 @@ class Renderer:
                 f"the chat template of {self._name} cannot render messages with roles [{roles}]: {error}. "
                 f"Use roles and fields that this template knows, or pass another chat_template"
             ) from error
+
+
+def _probe_turns() -> list[dict[str, Any]]:
+    call = {"id": "probe0000", "type": "function"}
+    call["function"] = {"name": "probename", "arguments": {"probekey": "probevalue"}}
+    return [
+        {"role": "user", "content": "probe"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "probeseen", "name": "probename", "tool_call_id": "probe0000"},
+    ]
 
 
 def _in_form(message: dict[str, Any], form: CallForm) -> dict[str, Any]:

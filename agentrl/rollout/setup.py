@@ -7,15 +7,18 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ConfigError
 from agentrl.rollout.conversation import EpisodeLimits
 from agentrl.rollout.engine import EngineSpec
 from agentrl.types import SamplingParams
 from agentrl.warden import Warden
+
+if TYPE_CHECKING:
+    from agentrl.rollout.chat import ChatTemplate
 
 CONTEXT_MARGIN = 64
 
@@ -67,6 +70,24 @@ def make_env(
     if sandbox is not None and hasattr(env.unwrapped, "sandbox"):
         env.unwrapped.sandbox = sandbox
     return env
+
+
+def template_notes(chat: ChatTemplate, environments: Iterable[Any], *, training: bool) -> list[str]:
+    """What a person should know of the chat template with these environments, see :func:`check_template`.
+
+    The environments are closed.
+
+    Raises:
+        ConfigError: one of them has tools, and calls cannot be read as the template writes them.
+    """
+    from agentrl.rollout.template_check import check_template
+
+    tools = False
+    for env in environments:
+        asks = getattr(env.unwrapped, "follows_template", None)
+        tools = tools or (asks is not None and asks())
+        env.close()
+    return check_template(chat, tools=tools, training=training)
 
 
 def rollout_params(cfg: Any) -> SamplingParams:

@@ -103,9 +103,9 @@ class RolloutGroup:
         self.deadline = deadline
         self.rollout_deadline = rollout_deadline
 
-    async def start(self) -> None:
-        """Start engines and router, open data and environment."""
-        await within("starting the engines", self.deadline, self.manager.start.remote())
+    async def start(self) -> list[str]:
+        """Start engines and router, open data and environment; what a person should know of the chat template."""
+        return (await within("starting the engines", self.deadline, self.manager.start.remote()))[0]
 
     async def generate(self, step: int, *, progress: Progress) -> Generated | None:
         """Play one batch of groups; None when there are no more tasks."""

@@ -26,7 +26,15 @@ from agentrl.process import write_log_to
 from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.client import EngineClient
 from agentrl.rollout.conversation import EpisodeLimits
-from agentrl.rollout.setup import engine_spec, episode_limits, eval_params, has_gpu, make_env, rollout_params
+from agentrl.rollout.setup import (
+    engine_spec,
+    episode_limits,
+    eval_params,
+    has_gpu,
+    make_env,
+    rollout_params,
+    template_notes,
+)
 from agentrl.rollout.worker import EpisodeRunner
 from agentrl.trainer.advantages import grpo
 from agentrl.trainer.batch import TrainBatch
@@ -69,11 +77,16 @@ class RolloutManager:
         self._put_off: list[Draw] = []
         self._has_lived = False
 
-    async def start(self) -> None:
-        """Start engines and router, and open everything an episode needs. Raises the errors of each."""
+    async def start(self) -> list[str]:
+        """Start engines and router, and open everything an episode needs. Raises the errors of each.
+
+        Returns:
+            What a person should know of the model's chat template.
+        """
         from agentrl.rollout.pool import EnginePool
 
         cfg = self.cfg
+        notes = await asyncio.to_thread(self._open_template)
         self.pool = EnginePool(
             engine_spec(cfg, self.model_dir),
             len(self.engine_options),
@@ -95,10 +108,18 @@ class RolloutManager:
         await starting
         self.client = EngineClient(self.pool.router_url, self.pool.router_key)
         self.runner = self._runner(*cfg.env_spec(), rollout_params(cfg), episode_limits(cfg))
+        return notes
+
+    def _open_template(self) -> list[str]:
+        """The chat template, tried out with the environment."""
+        self.chat = ChatTemplate(self.model_dir)
+        if self.cfg.custom_generate_function_path is not None or not (self.cfg.env or self.cfg.prompt_data):
+            return []
+        env = make_env(*self.cfg.env_spec(), sandbox=self.cfg.sandbox)
+        return template_notes(self.chat, [env], training=True)
 
     def _open_data(self) -> None:
         cfg = self.cfg
-        self.chat = ChatTemplate(self.model_dir)
         spec, kwargs = cfg.env_spec()
         if cfg.data_source_path:
             source = load_source(cfg.data_source_path, cfg)

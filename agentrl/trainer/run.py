@@ -255,7 +255,10 @@ async def _run(cfg: Config, cluster: Cluster, run: RunDir, progress: Progress, s
                 for number, rank in enumerate(trainer.ranks):
                     watch.actor(f"trainer rank {number}", rank, run.logs / f"trainer-{number}.log")
                 watch.actor("the rollout manager", rollout.manager, run.logs / "rollout-manager.log")
-                await asyncio.gather(trainer.ready(), rollout.start())
+                _, notes = await asyncio.gather(trainer.ready(), rollout.start())
+                for note in notes:
+                    log.warning(note)
+                    progress.log(Text(note))
                 start = 0
                 if source is not None:
                     progress.stage(f"loading the checkpoint after step {source.step}")

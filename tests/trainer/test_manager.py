@@ -306,6 +306,7 @@ async def test_wrong_data_does_not_wait_for_engines(manager: RolloutManager, mon
     made: list[SlowPool] = []
     monkeypatch.setattr("agentrl.rollout.pool.EnginePool", SlowPool)
     monkeypatch.setattr(module, "engine_spec", lambda cfg, model: None)
+    monkeypatch.setattr(manager, "_open_template", list)
     monkeypatch.setattr(manager, "_open_data", no_data)
     with pytest.raises(DataError, match="no JSON"):
         await asyncio.wait_for(manager.start(), 20)

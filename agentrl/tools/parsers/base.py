@@ -60,6 +60,8 @@ class Parser(ABC):
     name: str = ""
     stop: tuple[str, ...] = ()
     """Strings after which the engine may stop, the turn being complete."""
+    ends: ClassVar[tuple[str, ...]] = ()
+    """Control tokens that end a turn with calls; not every checkpoint declares them."""
     structured: bool = True
     """Whether the chat template renders calls and results of this format."""
     hint: str = ""

@@ -148,6 +148,7 @@ class LlamaParser(FramedParser):
 
     name = "llama3"
     opening, closing = "<|python_tag|>", ""
+    ends = ("<|eom_id|>",)
     hint = 'Write {"name": "...", "parameters": {...}} and nothing else.'
     bare = re.compile(r"\s*(?=\{)")
 

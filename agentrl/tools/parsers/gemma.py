@@ -21,6 +21,7 @@ class GemmaParser(EnclosedParser):
 
     name = "gemma4"
     opening, closing = "<|tool_call>", "<tool_call|>"
+    ends = ("<|tool_response>",)
     hint = f"Write <|tool_call>call:NAME{{KEY:{_QUOTE}text{_QUOTE},OTHER:3}}<tool_call|>."
     reasoning_tags: ClassVar = {**EnclosedParser.reasoning_tags, "<|channel>thought": "<channel|>"}
     _HEAD = re.compile(r"\s*+call:\s*+([^\s{]{1,256})\s*+(?=\{)")

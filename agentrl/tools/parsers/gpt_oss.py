@@ -24,6 +24,7 @@ class GptOssParser(EnclosedParser):
     name = "gpt-oss"
     opening, closing = "<|channel|>commentary to=", "<|call|>"
     inner = ("<|channel|>", "<|message|>")
+    ends = ("<|return|>", "<|call|>")
     hint = "Write <|channel|>commentary to=functions.NAME <|constrain|>json<|message|> and the arguments as JSON."
     reasoning_tags: ClassVar = {**EnclosedParser.reasoning_tags, "<|channel|>analysis<|message|>": "<|end|>"}
     _HEAD = re.compile(r"(?:functions\.)?([^\s<]{1,256})\s*+(?:<\|constrain\|>)?\s*+(?:json)?\s*+<\|message\|>")
