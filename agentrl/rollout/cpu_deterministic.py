@@ -18,6 +18,9 @@ the sampler: one generator for all     a number from the request's seed and the 
 Norms, activations and softmax run row by row; that holds with one thread, which an engine in this mode has. That
 products and attention are invariant on the machine at hand is tried once for each shape before it is used, with an
 error if not. float32 only: bf16 takes other paths, chosen by the batch.
+
+One limit is SGLang's own, on GPUs too: where one request of a batch has top-k or top-p, all of the batch draw over
+sorted probabilities. The requests of a run all have the same.
 """
 
 from __future__ import annotations

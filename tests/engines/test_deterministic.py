@@ -13,7 +13,7 @@ import pytest
 from agentrl.rollout.client import EngineClient, new_rid
 from agentrl.rollout.control import EngineControl
 from agentrl.rollout.engine import EngineProcess, EngineSpec
-from agentrl.types import Generation, SamplingParams
+from agentrl.types import Generation, SamplingParams, replace
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -73,6 +73,10 @@ async def test_an_answer_does_not_depend_on_batch_prefix_cache_or_interruption(c
     half = len(answer.tokens) // 2
     rest = await ask(np.concatenate([ids, answer.tokens[:half]]), params)
     assert rest.tokens[: len(answer.tokens) - half].tolist() == answer.tokens[half:].tolist()
+
+    cut = [(ids, replace(params, top_k=20, top_p=0.9)) for ids, params in given[:4]]
+    alone = [await ask(*request) for request in cut]
+    assert all(map(same, alone, await asyncio.gather(*(ask(*request) for request in cut))))
 
     # And seeds are heeded: the same prompt, other tokens.
     other = await ask(given[0][0], SamplingParams(max_new_tokens=40, seed=1))
