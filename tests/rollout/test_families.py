@@ -20,8 +20,6 @@ from agentrl.rollout.scripted import ScriptedClient
 from agentrl.tools.parsers import get_parser
 from agentrl.types import SamplingParams, StopReason, Task
 
-pytest.importorskip("sglang", reason="the families' calls are read by SGLang's detectors")
-
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory):

@@ -318,12 +318,26 @@ def test_nothing_heavy_is_imported_for_a_call():
 
 # -- any text ---------------------------------------------------------------------------------------
 
+NEW_TOKENS = [
+    "<tool_calls>", "</tool_calls>", "<tool_sep>", "<seed:tool_call>", "</seed:tool_call>", "<seed:think>",
+    "<minimax:tool_call>", '<invoke name="', 'search">', "</invoke>", '<parameter name="query">', M3,
+    f"{M3}<tool_call>",
+    f"{M3}<query>", f"{M3}</query>", f"{M3}<item>", f"{M3}</invoke>", f'{M3}<invoke name="search">',
+    "<｜DSML｜function_calls>", '<｜DSML｜invoke name="search">', '<｜DSML｜parameter name="query" string="false">',
+    "</｜DSML｜parameter>", "</｜DSML｜invoke>", "<|open|>tools<|sep|>", '<|open|>call tool="search"<|sep|>',
+    '<|open|>argument key="query" type="number"<|sep|>', "<|close|>argument<|sep|>", "<|close|>call<|sep|>",
+    "<|close|>think<|sep|>", "<|start|>assistant", "<|channel|>analysis", "<|channel|>commentary to=functions.search",
+    "<|constrain|>json", "<|message|>", "<|end|>", "<|call|>", "<|tool_call>", "<tool_call|>", "call:search{", '<|"|>',
+    "<|channel>thought", "<channel|>", "<TOOLCALL>", "</TOOLCALL>", "<|tool_call_start|>", "<|tool_call_end|>",
+    "<code>", "</code>",
+]  # fmt: skip
 TOKENS = [
     "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<function=",
     "</function>",
     "<parameter=", "</parameter>", BEGIN, END, CALL, CLOSE, SEP, "```json", "\n```", K_BEGIN, K_END, K_CALL, K_ARGS,
     K_CLOSE, "functions.search:0", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "<|python_tag|>",
     "<|python_start|>", "<think>", "</think>",
+    *NEW_TOKENS,
 ]  # fmt: skip
 OTHERS = [
     "search", "now", "function", '{"name": "search", "parameters": {"query": "x"}}', '{"query": "x"}',
@@ -359,14 +373,14 @@ def check(parser, text):
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(text=TEXTS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_no_text_raises(name, text):
     check(PARSERS[name], text)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(arguments=st.dictionaries(st.text(max_size=8), VALUES, max_size=4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_any_arguments_are_read_or_refused(name, arguments):
     parsed = check(PARSERS[name], calls_in(name, ("search", arguments)))
     assert name == "pythonic" or len(parsed.tool_calls) == 1
@@ -393,7 +407,7 @@ def test_a_number_that_python_cannot_write_out_is_refused(value):
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(text=TEXTS.filter(lambda t: "</think>" not in t))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_nothing_thought_is_run(name, text):
     assert PARSERS[name].parse(f"<think>{text}</think>done").tool_calls == []
 
@@ -406,8 +420,8 @@ def test_a_long_turn_is_parsed_in_no_time(name):
         calls_in(name, *[("search", {"query": "x"})] * 3_000),
         calls_in(name, ("search", {f"k{i}": "v" for i in range(15_000)})),
         calls_in(name, ("search", {"query": big[:300_000]}))[:-9],
-        *(token * (300_000 // len(token)) for token in TOKENS),
-        *("".join(pair) * 10_000 for pair in zip(TOKENS, TOKENS[1:], strict=False)),
+        *(token * (100_000 // len(token)) for token in TOKENS),
+        *("".join(pair) * 3_000 for pair in zip(TOKENS, TOKENS[1:], strict=False)),
         BEGIN + f"{CALL}function{SEP}" * 7_000 + "\n```json\n{}\n```" * 7_000 + CLOSE + END,
         BEGIN + CALL + "function" + SEP * 15_000 + "```json\n{}" + "\n```" * 15_000 + CLOSE + END,
         "[f(" + "a=1," * 30_000,
