@@ -82,5 +82,9 @@ _LIBRARIES = tuple(
 
 def authors_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The frames of an error's traceback that are of an author's code, outermost first: none of ours, no library's."""
-    stack = traceback.extract_tb(error.__traceback__)
-    return [frame for frame in stack if not frame.filename.startswith((*_LIBRARIES, "<"))]
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if is_authors(frame.filename)]
+
+
+def is_authors(file: str) -> bool:
+    """Whether a source file is of an author: not ours, not of Python, not of an installed package."""
+    return not file.startswith((*_LIBRARIES, "<"))

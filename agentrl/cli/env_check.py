@@ -26,10 +26,20 @@ def usage(argv: Sequence[str]) -> str:
 def run(name: str, argv: Sequence[str]) -> int:
     """Check and print the report; returns the exit code."""
     given = load_options(PlayedOptions, argv)
-    from agentrl.envs.checker import check_env
+    from agentrl.envs.checker import BLOCKING, CHECKS, Report, maker_of, name_of, run_checks
 
-    report = check_env(name, **given.arguments())
-    print(report)
+    width = max(len(name) for name in (BLOCKING, *map(name_of, CHECKS)))
+    begun: list[str] = []
+
+    def starting(check: str) -> None:
+        begun.append(check)
+        print(f"{check:<{width}}  ", end="", flush=True)
+
+    report = Report(name)
+    for result in run_checks(maker_of(name, given.arguments()), starting):
+        report.results.append(result)
+        before = "" if result.name in begun else f"{result.name:<{width}}  "
+        print(f"{before}{result.outcome:<7}  {result.reason}".rstrip(), flush=True)
     if report.ok:
         print(f"\n{name} passes.")
         return 0

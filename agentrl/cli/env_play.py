@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -26,6 +28,9 @@ A line is a turn. A line `.` begins a turn of several lines, another `.` ends it
 /tools   the tools          /help   this          /quit   leave the episode"""
 
 
+COMMANDS = ("/call", "/tools", "/help", "/quit")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlayOptions(PlayedOptions):
     """Play"""
@@ -36,6 +41,7 @@ class PlayOptions(PlayedOptions):
     """Number of the task; default: drawn from the seed."""
     seed: Count = 0
     """Same seed, same task."""
+
 
 def usage(argv: Sequence[str]) -> str:
     """Help text."""
@@ -61,32 +67,44 @@ def run(name: str, argv: Sequence[str]) -> int:
 
 def play(env: Any, *, seed: int, options: dict[str, Any], source: TextIO | None = None) -> int:
     """One episode with the turns of ``source`` (default: standard input); returns the exit code."""
+    from agentrl.envs.agents import acting_agent, shares_of
+
     observation, info = env.reset(seed=seed, options=options)
     tools = list(info.get("tools") or ())
     print(f"task {info['task_id']}")
     print("\n".join([*tool_lines(tools), *message_lines(info, observation)]))
     print(f"\n{HELP}" if _interactive(source) else "")
     total = 0.0
+    earned = dict.fromkeys(getattr(env.unwrapped, "agents", ()), 0.0) if acting_agent(env) else {}
     turns = Turns(source or sys.stdin, tools, env, _interactive(source))
     while True:
         action = turns.next(info.get("agent"))
         if action is None:
-            print(f"\nleft before the end; reward so far {total:g}")
+            print(f"\nleft before the end; reward so far {_listed(earned) if earned else f'{total:g}'}")
             return 0
+        actor = acting_agent(env)
         if turns.wrote_a_call or not _interactive(source):
-            print(f"[you] {action}")
+            print(f"[{actor or 'you'}] {action}")
         _, reward, terminated, truncated, info = env.step(action)
         total += reward
+        shares = shares_of(env, reward, info) if actor else {}
+        for name, share in shares.items():
+            earned[name] += share
         print("\n".join(line for line in message_lines(info) if line))
-        if reward or terminated or truncated:
+        if shares and (any(shares.values()) or terminated or truncated):
+            print(f"rewards: {_listed(shares)}")
+        elif reward or terminated or truncated:
             parts = ", ".join(f"{name} {value:g}" for name, value in (info.get("rewards") or {}).items())
             print(f"reward {reward:g}" + (f" ({parts})" if parts else ""))
         if terminated or truncated:
             success = info.get("success", total > 0 and terminated)
-            print(
-                f"\nstop reason: {info['stop_reason']}, success: {'yes' if success else 'no'}, total reward: {total:g}"
-            )
+            sums = f"total rewards: {_listed(earned)}" if earned else f"total reward: {total:g}"
+            print(f"\nstop reason: {info['stop_reason']}, success: {'yes' if success else 'no'}, {sums}")
             return 0
+
+
+def _listed(rewards: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in rewards.items())
 
 
 class Turns:
@@ -107,6 +125,10 @@ class Turns:
                 print(HELP)
             elif line == "/tools":
                 print("\n".join(tool_lines(self._tools)) or "there are no tools")
+            elif re.fullmatch(r"/\w*", command := line.partition(" ")[0]) and command != "/call":
+                near = difflib.get_close_matches(command, COMMANDS, 1, cutoff=0.4)
+                hint = f" Did you mean {near[0]}?" if near else ""
+                print(f"there is no command {command}.{hint} To send the line as a turn, put it between two lines `.`")
             else:
                 try:
                     return "\n".join(self._expanded(part) for part in self._whole(line))

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import difflib
+import functools
+import inspect
 import itertools
 import json
 import random
+import sys
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,8 +33,9 @@ from agentrl.envs.registry import with_async
 from agentrl.envs.tool_env import ToolEnv, check_machine
 from agentrl.envs.tool_schemas import schema_problems
 from agentrl.envs.wrapper import Wrapper
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.errors import AgentRLError, ConfigError, authors_frames, is_authors
 from agentrl.rewards.number import checked_reward
+from agentrl.tools.event_loop import holders, ours
 from agentrl.tools.threads import run_blocking, run_coroutine
 
 Make = Callable[[], Env | Wrapper]
@@ -41,8 +47,12 @@ MOST_TASKS = 2000
 SAMPLED_SECONDS = 2.0
 TURNS = 12
 """Turns of an episode that is played for comparison."""
-CHECK_SECONDS = 120.0
-"""Time of one check."""
+CHECK_SECONDS = 30.0
+"""Time of one check. One that takes longer hangs, and ends the rest."""
+ALL_SECONDS = 55.0
+"""Time of all checks; those that it does not suffice for are skipped."""
+FUZZ_SECONDS = 10.0
+"""Time for text that breaks things, of which as much is tried as fits."""
 
 
 class NothingToCheck(Exception):
@@ -103,8 +113,20 @@ def check_env(env: str | type[Env] | Callable[..., Any] | gymnasium.Env[Any, Any
     Raises:
         ConfigError: There is no such environment, or it does not take these arguments.
     """
-    make = _maker(env, env_args)
     name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
+    return Report(name, list(run_checks(maker_of(env, env_args))))
+
+
+def run_checks(make: Make, starting: Callable[[str], object] = str) -> Iterator[CheckResult]:
+    """The checks one after another, each as it ends.
+
+    Args:
+        make: Makes the environment.
+        starting: Called with the name of each before it starts.
+
+    Raises:
+        AgentRLError: The environment cannot be made, for a reason of ours.
+    """
     try:
         made = make()
         try:
@@ -114,11 +136,44 @@ def check_env(env: str | type[Env] | Callable[..., Any] | gymnasium.Env[Any, Any
     except AgentRLError:
         raise
     except Exception as error:  # the author's constructor may raise anything
-        return Report(name, [CheckResult("can be made", "failed", _described(error))])
-    return Report(name, [_run(check, make) for check in CHECKS])
+        yield CheckResult("can be made", "failed", _described(error))
+        return
+    end = time.monotonic() + ALL_SECONDS
+    known = {key: holder.held for key, holder in holders.items()}
+    failed: dict[str, str] = {}
+    for check in CHECKS:
+        name = name_of(check)
+        starting(name)
+        if (left := end - time.monotonic()) <= 0:
+            yield CheckResult(name, "skipped", f"{ALL_SECONDS:g} s are over")
+            continue
+        result = _run(check, make, min(CHECK_SECONDS, left))
+        if result.outcome == "failed" and result.reason in failed:
+            result = CheckResult(name, "skipped", f"fails for the same reason as {failed[result.reason]!r}")
+        failed.setdefault(result.reason, name)
+        yield result
+        if result.reason.startswith(_HANGS):
+            break
+    yield _blocking(known)
 
 
-def _maker(env: Any, env_args: dict[str, Any]) -> Make:
+def name_of(check: Callable[..., Any]) -> str:
+    """The name of a check, as reports have it."""
+    return check.__name__.removeprefix("_check_").replace("_", " ")
+
+
+BLOCKING = "never blocks"
+
+
+def _blocking(known: dict[Any, int]) -> CheckResult:
+    """Coroutines that held up the event loop during the checks, again and again."""
+    found = [holder for key, holder in holders.items() if holder.held - known.get(key, 0) > 1]
+    if found:
+        return CheckResult(BLOCKING, "failed", max(found, key=lambda holder: holder.seconds).sentence())
+    return CheckResult(BLOCKING, "passed")
+
+
+def maker_of(env: Any, env_args: dict[str, Any]) -> Make:
     if not isinstance(env, gymnasium.Env):
         return lambda: make_env(env, **env_args)
     spec = env.spec
@@ -130,20 +185,63 @@ def _maker(env: Any, env_args: dict[str, Any]) -> Make:
     return lambda: with_async(gymnasium.make(spec), spec.id)
 
 
-def _run(check: Callable[[Make], str | None], make: Make) -> CheckResult:
-    name = check.__name__.removeprefix("_check_").replace("_", " ")
+_HANGS = "hangs: "
+
+
+def _run(check: Callable[[Make], str | None], make: Make, seconds: float) -> CheckResult:
+    name = name_of(check)
+    _doing.clear()
     try:
         # In a thread: an environment that hangs must not hang the checker.
-        reason = run_coroutine(asyncio.wait_for(run_blocking(check, make), CHECK_SECONDS))
+        reason = run_coroutine(asyncio.wait_for(run_blocking(_noting, check, make), seconds))
     except NothingToCheck as why:
         return CheckResult(name, "skipped", str(why))
     except CheckFailed as why:
         return CheckResult(name, "failed", str(why))
-    except TimeoutError:
-        return CheckResult(name, "failed", f"took longer than {CHECK_SECONDS:g} s")
+    except TimeoutError as error:
+        if authors_frames(error):
+            return CheckResult(name, "failed", _described(error))
+        doing = _doing[-1] if _doing else "the environment"
+        place = _where_it_hangs()
+        return CheckResult(name, "failed", f"{_HANGS}{doing} did not come back within {seconds:.2g} s{place}")
     except Exception as error:  # the author's code may raise anything
         return CheckResult(name, "failed", _described(error))
     return CheckResult(name, "passed", reason or "")
+
+
+_doing: list[str] = []
+"""What the environment is doing, the last one at the moment."""
+
+
+def _noting(check: Callable[[Make], str | None], make: Make) -> str | None:
+    """A check of an environment whose calls are noted, so that the one that hangs can be named."""
+    return check(lambda: _noted(make()))
+
+
+def _noted(env: Any) -> Any:
+    inside = env.unwrapped
+    for name in ("reset", "step", "areset", "astep"):
+        vars(inside)[name] = _noting_calls(getattr(inside, name), name)
+    return env
+
+
+def _noting_calls(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _doing.append(f"{name} on {args[0]!r:.60}" if args else name)
+        return method(*args, **kwargs)
+
+    return call
+
+
+def _where_it_hangs() -> str:
+    """The author's line in a thread of ours that is at work; nothing where it awaits what never comes."""
+    ours = {thread.ident for thread in threading.enumerate() if thread.name.startswith("agentrl-")}
+    for number, frame in sys._current_frames().items():
+        lines = [line for line in traceback.extract_stack(frame) if is_authors(line.filename)]
+        if number in ours and lines:
+            return f" ({Path(lines[-1].filename).name}:{lines[-1].lineno} in {lines[-1].name})"
+    return ""
 
 
 # -- the checks -------------------------------------------------------------------------------------
@@ -166,8 +264,11 @@ def _check_any_text(make: Make) -> str:
     check_start(info)
     start = info["messages"]
     actions = _actions(env, info, np.random.default_rng(0))
-    episodes = 1
+    episodes, tried, end = 1, 0, time.monotonic() + FUZZ_SECONDS
     for action in actions:
+        if time.monotonic() > end:
+            break
+        tried += 1
         try:
             *_, terminated, truncated, info = _checked_step(env, action)
         except CheckFailed:
@@ -181,7 +282,8 @@ def _check_any_text(make: Make) -> str:
             start = env.reset(seed=episodes)[1]["messages"]
             episodes += 1
     env.close()
-    return f"{len(actions)} actions, {episodes} episodes"
+    some = "" if tried == len(actions) else f" of {len(actions)}, as many as fit into {FUZZ_SECONDS:g} s"
+    return f"{tried} actions{some}, {episodes} episodes"
 
 
 def _check_both_ways_alike(make: Make) -> None:
@@ -271,7 +373,36 @@ def _check_splits_are_disjoint(make: Make) -> str:
     return ", ".join(f"{len(rows[split][1])} of {split}" for split in filled)
 
 
+def _check_names(make: Make) -> None:
+    """No attribute of the author's class is a setting or a method of ours, misspelt."""
+    env = make()
+    env.close()
+    cls = type(env.unwrapped)
+    theirs = [owner for owner in cls.__mro__ if issubclass(owner, Env) and not ours(owner)]
+    base = next(owner for owner in cls.__mro__ if issubclass(owner, Env) and ours(owner))
+    known = [name for name in dir(base) if not name.startswith("_")]
+    for owner in theirs:
+        for name in vars(owner):
+            near = difflib.get_close_matches(name, known, 1, cutoff=0.85)
+            if name.startswith("_") or name in known or not near or any(_uses(other, name) for other in theirs):
+                continue
+            raise CheckFailed(f"{owner.__name__}.{name} is used by nothing. Did you mean {near[0]!r}?")
+
+
+def _uses(cls: type, name: str) -> bool:
+    """Whether a method of ``cls`` reads an attribute of that name."""
+    codes = [getattr(inspect.unwrap(getattr(v, "function", v)), "__code__", None) for v in vars(cls).values()]
+    while codes:
+        code = codes.pop()
+        if code is not None:
+            if name in code.co_names:
+                return True
+            codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+    return False
+
+
 CHECKS = (
+    _check_names,
     _check_gymnasium,
     _check_any_text,
     _check_both_ways_alike,
@@ -321,7 +452,7 @@ def _checked_step(env: Any, action: str) -> Any:
 def _tasks(env: Any, split: str, most: int, *, with_row: bool = False) -> tuple[int, dict[str, str]]:
     """How many tasks were sampled; and their first messages (and rows) as JSON, each with the id of one such task."""
     count = env.num_tasks(split)
-    chosen = range(SAMPLED_TASKS) if count is None else random.Random(0).sample(range(count), min(count, most))
+    chosen = range(most) if count is None else random.Random(0).sample(range(count), min(count, most))
     found: dict[str, str] = {}
     sampled, end = 0, time.monotonic() + SAMPLED_SECONDS
     for number in chosen:
@@ -348,15 +479,32 @@ def _difference(left: Any, right: Any) -> str:
     for name, a, b in zip(names, left, right, strict=True):
         if a != b and name == "info":
             key = next(k for k in sorted({*a, *b}) if a.get(k) != b.get(k))
-            return f"info[{key!r}] is {a.get(key)!r:.60} and {b.get(key)!r:.60}"
+            one, other = _differing(a.get(key), b.get(key))
+            return f"info[{key!r}] is {one} and {other}"
         if a != b:
-            return f"{name} is {a!r:.60} and {b!r:.60}"
+            one, other = _differing(a, b)
+            return f"{name} is {one} and {other}"
     return "they compare as different"
 
 
+def _differing(a: Any, b: Any, length: int = 60) -> tuple[str, str]:
+    """Two values as text, cut to where they differ."""
+    one, other = repr(a), repr(b)
+    same = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other)))
+    if same < length // 2:
+        return one[:length], other[:length]
+    begin = same - length // 3
+    return f"…{one[begin : begin + length]}", f"…{other[begin : begin + length]}"
+
+
 def _described(error: BaseException) -> str:
-    """Type, first line and place of an exception, so that its author finds it."""
+    """Type, first line and the author's own place of an exception, so that its author finds it.
+
+    What we found wrong with something that the author returned has no such place.
+    """
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")[:300]
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
+    frames = authors_frames(error)
+    if not frames and not isinstance(error, AgentRLError):
+        frames = list(traceback.extract_tb(error.__traceback__))
+    return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from agentrl.types import StopReason
@@ -42,10 +43,32 @@ def check_messages(messages: Any, where: str) -> None:
 
 def check_json(info: dict[str, Any], after: str) -> None:
     """What is kept in the record of an episode can be written down."""
+    place = _unstorable(info, "info")
+    if place is not None:
+        where, value, why = place
+        raise CheckFailed(f"{where} after a {after} is {value!r:.60} ({type(value).__name__}), {why}")
+
+
+def _unstorable(value: Any, where: str) -> tuple[str, Any, str] | None:
+    """Where in ``value`` something is that JSON cannot say, what it is, and what to do."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if key is not None and not isinstance(key, (str, int, float)):
+                return f"a key of {where}", key, "which is no JSON: use text"
+            if (found := _unstorable(item, f"{where}[{key!r}]")) is not None:
+                return found
+        return None
+    if isinstance(value, (list, tuple)):
+        found = (_unstorable(item, f"{where}[{number}]") for number, item in enumerate(value))
+        return next((place for place in found if place is not None), None)
     try:
-        json.dumps(info, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise CheckFailed(f"info after a {after} cannot be stored as JSON: {error}") from error
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return where, value, "which JSON cannot say"
+    except TypeError:
+        item = getattr(value, "item", None)
+        return where, value, "which is no JSON: use float(...) or int(...)" if callable(item) else "which is no JSON"
+    return None
 
 
 def check_end(info: dict[str, Any]) -> None:

@@ -132,6 +132,7 @@ class ToolEnv(Env):
         check_reward(self)
 
     def _made(self) -> None:
+        self._check_lists()
         check_reward(self)
         check_reward_signatures(self)
 
@@ -142,6 +143,7 @@ class ToolEnv(Env):
 
     def listed_tools(self) -> list[Any]:
         """What :meth:`make_tools` makes the tools of, as the author wrote it."""
+        self._check_lists()
         return [*self.tools, *_method_tools(type(self))]
 
     def follows_template(self) -> bool:
@@ -149,6 +151,17 @@ class ToolEnv(Env):
         return self.call_format == "auto" and (
             bool(self.listed_tools()) or type(self).make_tools is not ToolEnv.make_tools
         )
+
+    def _check_lists(self) -> None:
+        """Refuses ``tools`` and ``tasks`` that are not of the form that they have."""
+        name = type(self).__name__
+        if not isinstance(self.tools, (list, tuple)):
+            raise ConfigError(f"{name}.tools is {_brief(self.tools)}; a list is expected, as in tools = [look_up].")
+        if self.tasks is not None and not isinstance(self.tasks, Mapping):
+            raise ConfigError(
+                f"{name}.tasks is {_brief(self.tasks)}; a dict of lists by split is expected, as in "
+                "tasks = {'train': [...], 'test': [...]}."
+            )
 
     # -- what authors define ---------------------------------------------------------------------
 
@@ -385,6 +398,11 @@ def check_machine(env: Any) -> None:
     if isinstance(env.unwrapped, ToolEnv):
         for entry in env.unwrapped.tools:
             _as_tool(entry).check(env.unwrapped)
+
+
+def _brief(value: Any) -> str:
+    text = getattr(value, "name", None) if isinstance(value, Tool) else repr(value)
+    return f"{text!s:.60} ({type(value).__name__})"
 
 
 def _as_tool(entry: Any) -> Tool:

@@ -24,7 +24,13 @@ def task_index(env: ToolEnv, split: str, options: dict[str, Any] | None) -> int:
     """
     count = env.num_tasks(split)
     if count == 0:
-        raise ConfigError(f"{type(env).__name__} has no tasks in split {split!r}.")
+        others = [name for name in env.splits if env.num_tasks(name) != 0]
+        has = f"It has some in {', '.join(map(repr, others))}. " if others else ""
+        raise ConfigError(
+            f"{type(env).__name__} has no tasks in split {split!r}. {has}Give it some: `tasks`, or an "
+            "argument of the environment (--env-arg test_data=FILE or test_fraction=0.1, if `agentrl env show` lists "
+            "it); or evaluate on another set, with --eval-prompt-data or --eval-env."
+        )
     index = (options or {}).get("index")
     if index is None:
         return int(env.np_random.integers(2**31 if count is None else count))
@@ -66,8 +72,8 @@ async def task_row(env: ToolEnv, split: str, index: int | str, given: Any) -> di
     elif isinstance(made, tuple) and len(made) == 2:
         made = {"prompt": made[0], "answer": made[1]}
     if not isinstance(made, dict) or not isinstance(made.get("prompt"), (str, list)):
-        raise EnvError(
-            f"{type(env).__name__}.task must return a prompt, (prompt, answer) or a dict with 'prompt', "
-            f"got {made!r:.120}."
-        )
+        listed = given is None and env.tasks is not None
+        name = type(env).__name__
+        where = f"{name}.tasks[{split!r}][{index}]" if listed else f"what {name}.task returned"
+        raise EnvError(f"{where} must be a prompt, (prompt, answer) or a dict with 'prompt', got {made!r:.120}.")
     return dict(made)

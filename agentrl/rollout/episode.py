@@ -325,6 +325,8 @@ class Episode:
         if self._several:
             names = [agent.name for agent in acted]
             self._info |= {"episode_id": self._trajectory_id, "episode_agents": names}
+            # Of an agent that never acted there is no trajectory, but what it earned is a part of the episode.
+            self._info["agent_rewards"] = {agent.name: agent.reward for agent in self._agents.values()}
         return [self._trajectory(agent, group_id, reason, error, retryable) for agent in acted]
 
     def _trajectory(

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import json
 import logging
+import math
 import reprlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -246,8 +247,36 @@ def _as_result(value: Any, name: str) -> ToolResult:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if isinstance(value, (dict, list, tuple)):
-        return ToolResult(json.dumps(value, ensure_ascii=False, default=str))
+        return ToolResult(_as_json(value))
     raise EnvError(f"tool {name!r} returned {type(value).__name__}; text, a number, JSON or a ToolResult is expected.")
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, default=_plain, allow_nan=False)
+    except ValueError:  # infinity and NaN, which JSON cannot say, are written as text
+        return json.dumps(_without_infinity(value), ensure_ascii=False, default=lambda v: _without_infinity(_plain(v)))
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has in the place of an object: a list for a set, a number for one of NumPy, else its text."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=lambda item: (type(item).__name__, item)) if _ordered(value) else list(value)
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    return str(value)
+
+
+def _ordered(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, (str, int, float)) for value in values)
+
+
+def _without_infinity(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _without_infinity(item) for key, item in value.items()}
+    return [_without_infinity(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 _logged: set[tuple[str, type[Exception]]] = set()

@@ -137,8 +137,8 @@ def test_calls_in_other_formats():
         written_call("search", {"query": "x"}, "glm")
 
 
-def test_a_word_that_only_begins_like_a_command_is_a_turn(capsys, type_in):
-    type_in("/calling it a day\n")
+def test_a_turn_that_begins_like_a_command_stands_between_dots(capsys, type_in):
+    type_in(".\n/calling it a day\n.\n")
     assert main(["env", "play", SHOP]) == 0
     assert "[you] /calling it a day" in capsys.readouterr().out
 
@@ -231,3 +231,25 @@ def test_nothing_heavy_is_imported():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_mistyped_command_is_no_turn(capsys, type_in):
+    type_in("/cal look_up country=Peru\n/ foo\n/quit\n")
+    assert main(["env", "play", SHOP]) == 0
+    out = capsys.readouterr().out
+    assert "there is no command /cal. Did you mean /call?" in out and "there is no command /." in out
+    assert "left before the end" in out
+
+
+def test_the_agents_of_an_episode_are_named_with_what_they_earn(capsys, type_in):
+    type_in("nothing\n" * 12)
+    assert main(["env", "play", "multi_agent", "--env-arg", 'rewards="opposed"']) == 0
+    out = capsys.readouterr().out
+    assert "[hinter] nothing" in out and "[you]" not in out
+    assert "rewards: hinter -1, guesser 1" in out and "total rewards: hinter -1, guesser 1" in out
+
+
+def test_check_says_each_check_as_it_begins(capsys):
+    assert main(["env", "check", SHOP]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[:2]] == ["names", "gymnasium"] and lines[-1].endswith("passes.")

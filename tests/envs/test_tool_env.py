@@ -124,6 +124,12 @@ def test_what_a_task_may_be(made, row):
         assert made["prompt"][0]["content"] == "Why?"
 
 
+@tool
+def add_tool() -> str:
+    """Adds nothing."""
+    return ""
+
+
 def test_a_task_of_no_known_form_is_the_authors_fault():
     class Made(ToolEnv):
         reward = "exact_match"
@@ -131,8 +137,29 @@ def test_a_task_of_no_known_form_is_the_authors_fault():
         def task(self, rng, split):
             return 3
 
-    with pytest.raises(EnvError, match="must return a prompt"):
+    with pytest.raises(EnvError, match="what Made.task returned must be a prompt"):
         Made().reset(seed=0)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        (
+            {"tools": add_tool},
+            r"Listed.tools is add_tool \(FunctionTool\); a list is expected, as in tools = \[look_up\]",
+        ),
+        ({"tasks": [("a", "b")]}, r"Listed.tasks is \[\('a', 'b'\)\] \(list\); a dict of lists by split"),
+        ({"tasks": {"train": [{"question": "a"}]}}, r"Listed.tasks\['train'\]\[0\] must be a prompt"),
+        (
+            {"tasks": {"train": [("a", "b")]}},
+            r"no tasks in split 'test'. It has some in 'train'. Give it some: `tasks`",
+        ),
+    ],
+)
+def test_lists_of_another_form_are_named(attributes, message):
+    cls = type("Listed", (ToolEnv,), {"tasks": {"train": [("a", "b")]}, "reward": "exact_match", **attributes})
+    with pytest.raises((ConfigError, EnvError), match=message):
+        cls().reset(options={"split": "train" if "train'\\]" in message else "test", "index": 0})
 
 
 def test_tasks_may_be_rows_and_async():

@@ -147,6 +147,19 @@ def test_an_agent_may_act_twice_in_a_row_and_have_its_own_tools(run, chat):
 def test_an_agent_that_never_acted_leaves_no_trajectory(run, chat):
     (giver,) = play(run, Hints(), chat, script=policy(["long " * 80], []), max_response_len=5)
     assert (giver.agent, giver.stop_reason, giver.episode_id) == ("giver", StopReason.MAX_TOKENS, "g7-000")
+    assert giver.info["agent_rewards"] == {"giver": 0.0, "taker": 0.0}
+
+
+class LostAtOnce(Hints):
+    """An illegal first move loses a game whose rewards add up to nothing."""
+
+    def step(self, action):
+        return "", 0.0, True, False, {"agent_rewards": {"giver": -1.0, "taker": 1.0}}
+
+
+def test_what_an_agent_earned_that_never_acted_is_in_the_record(run, chat):
+    (giver,) = play(run, LostAtOnce(), chat, script=policy(["x"], []))
+    assert giver.reward == -1.0 and giver.info["agent_rewards"] == {"giver": -1.0, "taker": 1.0}
 
 
 @pytest.mark.parametrize(("lost", "rewards"), [(0.0, (0.0, 0.25)), (3.0, (0.0, -2.75))])

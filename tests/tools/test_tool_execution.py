@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import PurePosixPath
 
+import numpy as np
 import pydantic
 import pytest
 from hypothesis import given, settings
@@ -239,6 +241,23 @@ def test_no_call_runs_on_a_state_that_is_over():
     results = run([ToolCall("quit", {})] * 3, quitting)
     assert quitting.calls == 1
     assert [bool(r.error) for r in results] == [False, True, True]
+
+
+def test_what_json_cannot_say_is_still_json():
+    @tool
+    def odd() -> dict[str, object]:
+        """Returns all kinds of things."""
+        return {
+            "set": {2, 1}, "mixed": {1, "a"}, "frozen": [frozenset({"b"})], "array": np.array([1, 2]),
+            "number": np.float32(0.5), "infinite": [float("inf"), -float("inf")], "nan": {"nested": float("nan")}, "path": PurePosixPath("/a"),
+        }  # fmt: skip
+
+    (result,) = run([ToolCall("odd", {}, "c")], odd)
+    strict = json.loads(result.observation, parse_constant=lambda word: pytest.fail(f"bare {word}"))
+    assert strict == {
+        "set": [1, 2], "mixed": [1, "a"], "frozen": [["b"]], "array": [1, 2], "number": 0.5,
+        "infinite": ["Infinity", "-Infinity"], "nan": {"nested": "NaN"}, "path": "/a",
+    }  # fmt: skip
 
 
 def test_results_may_be_numbers_or_json():
