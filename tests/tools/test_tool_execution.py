@@ -249,7 +249,8 @@ def test_what_json_cannot_say_is_still_json():
         """Returns all kinds of things."""
         return {
             "set": {2, 1}, "mixed": {1, "a"}, "frozen": [frozenset({"b"})], "array": np.array([1, 2]),
-            "number": np.float32(0.5), "infinite": [float("inf"), -float("inf")], "nan": {"nested": float("nan")}, "path": PurePosixPath("/a"),
+            "number": np.float32(0.5), "infinite": [float("inf"), -float("inf")], "nan": {"nested": float("nan")},
+            "path": PurePosixPath("/a"),
         }  # fmt: skip
 
     (result,) = run([ToolCall("odd", {}, "c")], odd)
