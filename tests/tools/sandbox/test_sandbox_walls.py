@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -166,6 +167,28 @@ def test_what_belongs_to_the_trainer_cannot_be_read(open_session: Open, tier: st
     assert session.run(f"open('/proc/{os.getpid()}/environ').read()").error is not None
     mine = "[open(f'/proc/{p}/environ').read() for p in os.listdir('/proc') if p.isdigit()]"
     assert "secret" not in str(session.run(f"import os\n{mine}"))
+
+
+KEYS = """
+import ctypes, os, sys
+call, keyctl, add_key = ctypes.CDLL(None).syscall, *{{"x86_64": (250, 248), "aarch64": (219, 217)}}[os.uname().machine]
+call(keyctl, 1, None)
+key = call(add_key, b"user", b"agentrl-test", b"secret", 6, -3)
+if key > 0:
+    from agentrl.tools.sandbox import Sandbox, Session
+    look = "import ctypes; call = ctypes.CDLL(None).syscall; "
+    look += f"call({{keyctl}}, 10, -3, b'user', b'agentrl-test', 0), call({{keyctl}}, 11, {{key}}, None, 0)"
+    with Session(Sandbox({tier!r})) as session:
+        print(session.run(look).value)
+"""
+
+
+@pytest.mark.skipif(os.uname().machine not in ("x86_64", "aarch64"), reason="the numbers of the calls are not known")
+def test_keys_of_the_trainers_session_are_not_there(tier: str):
+    """Those of the kernel (Kerberos tickets, say), which no namespace covers."""
+    done = subprocess.run([sys.executable, "-c", KEYS.format(tier=tier)], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() in ("(-1, -1)", ""), "the second: a machine on which there are no keys"
+    assert done.returncode == 0, done.stderr
 
 
 def test_other_processes_cannot_be_touched(open_session: Open, tier: str):
