@@ -41,7 +41,7 @@ from agentrl.trainer.batch import TrainBatch
 from agentrl.trainer.deaths import TASK_DEATHS, FailedTasks, engines_failed, failures, lived, never_fits
 from agentrl.trainer.notices import lost_episodes
 from agentrl.trainer.rollout_metrics import rollout_metrics
-from agentrl.types import Group, Outcome, Trajectory
+from agentrl.types import Group, Outcome, StopReason, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -288,11 +288,15 @@ class RolloutManager:
         failed, total = failures(groups)
         for trajectory in failed[:3]:
             log.warning("episode %s: %s: %s", trajectory.episode_id, trajectory.stop_reason, trajectory.error)
+        waited = [t for group in groups for t in group.trajectories if t.stop_reason is StopReason.ENGINE_TIMEOUT]
+        late = f", {len(waited)} ran out of time ({waited[-1].error})" if waited else ""
+        if waited:
+            log.warning("not trained on: of %d episodes%s", total, late)
         if not advantages:
             raise AgentRLError(
                 f"no group of this rollout has two episodes that can be compared, so there is nothing to train on: "
                 f"{self.cfg.n_samples_per_prompt} episodes a task were asked for (--n-samples-per-prompt, at least 2), "
-                f"{len(failed)} of {total} failed"
+                f"{len(failed)} of {total} failed{late}"
             )
 
     def _count(self, total: int) -> None:

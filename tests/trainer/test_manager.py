@@ -14,7 +14,7 @@ import pytest
 from agentrl.config import load_config
 from agentrl.data.buffer import DataBuffer
 from agentrl.data.tasks import TaskSource
-from agentrl.errors import DataError, EngineError, EnvError
+from agentrl.errors import AgentRLError, DataError, EngineError, EnvError
 from agentrl.trainer import manager as module
 from agentrl.trainer.manager import RolloutManager
 from agentrl.types import Group, Segment, StopReason, Task, Trajectory
@@ -324,3 +324,14 @@ def test_weight_sync_counts_the_ranks_of_an_engine(
         manager._attach([])
     given = sync.call_args.kwargs
     assert (given["engine_ranks"], given["backend"]) == (ranks, "nccl" if gpu else "gloo")
+
+
+def test_a_rollout_that_waited_out_its_time_for_the_engine_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    task = Task("task", 0)
+    late = [
+        Trajectory(f"t{i}", "g", task, [], [], stop_reason=StopReason.ENGINE_TIMEOUT, error="all of it") for i in (0, 1)
+    ]
+    manager = SimpleNamespace(cfg=SimpleNamespace(n_samples_per_prompt=2))
+    with pytest.raises(AgentRLError, match=r"0 of 2 failed, 2 ran out of time \(all of it\)"):
+        RolloutManager._refuse_if_incomparable(manager, [Group("g", task, late)], {})
+    assert "not trained on: of 2 episodes, 2 ran out of time" in caplog.text
