@@ -330,8 +330,6 @@ def _schedule(config: Config) -> Iterator[str]:
             f"--eps-clip-high {config.eps_clip_high:g} is less than --eps-clip {config.eps_clip:g}: the upper "
             "range is the wider one."
         )
-    if config.load is not None and not Path(config.load).exists():
-        yield f"--load: no such run folder or checkpoint: {config.load}"
 
 
 _NEEDS = {

@@ -20,6 +20,7 @@ def test_a_new_run_gets_its_own_folder(config, tmp_path):
     with RunDir.create(config, base=tmp_path) as first, RunDir.create(config, base=tmp_path) as second:
         assert first.path != second.path and first.path.name.startswith("search-") and second.path.name.endswith("-2")
         assert first.config.output_dir == str(first.path)
+        assert first.path.stat().st_mode & 0o777 == 0o700, "conversations and weights are nobody else's business"
         assert first.logs.is_dir() and first.log_path("engine-0").parent == first.logs
         assert Config.from_dict(json.loads((first.path / "config.json").read_text())) == first.config
         assert json.loads((first.path / "run.json").read_text())["starts"][0]["python"]

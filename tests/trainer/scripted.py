@@ -21,6 +21,7 @@ from agentrl.data.store import TrajectoryStore
 from agentrl.data.tasks import TaskSource
 from agentrl.evaluation.metrics import summarize
 from agentrl.trainer import run as driver
+from agentrl.trainer.deaths import FailedTasks
 from agentrl.trainer.group import Generated
 from agentrl.types import Task, Trajectory
 
@@ -67,6 +68,7 @@ class Rollout:
     def __init__(self, run_dir: Path) -> None:
         self.store = TrajectoryStore(run_dir / "trajectories")
         self.buffer = DataBuffer(TaskSource("search", 100))
+        self.failed = FailedTasks(run_dir / "failed_tasks.json")
         self.evaluated: list[int] = []
 
     async def start(self) -> None: ...

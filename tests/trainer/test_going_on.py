@@ -140,6 +140,21 @@ def test_one_command_starts_and_goes_on(tmp_path: Path, train: Any, flag: str) -
     check_run(tmp_path / "run" if flag == "--save" else folder, 3, checkpoints=folder if flag == "--save" else None)
 
 
+def test_one_command_goes_on_before_anything_was_saved(tmp_path: Path, train: Any, monkeypatch: Any) -> None:  # noqa: F811
+    def killed(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    run = tmp_path / "run"
+    command = [*FLAGS, *EVERY_STEP, "--num-rollout", "2", "--output-dir", str(run)]
+    command += ["--load", str(run / "ck"), "--save", str(run / "ck")]
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "start_actors", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(*command)
+    train(*command)
+    check_run(run, 2, checkpoints=run / "ck")
+
+
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such run folder or checkpoint.*give --save .*nowhere too"):
         load_config([*FLAGS, "--load", str(tmp_path / "nowhere"), "--save", str(tmp_path / "elsewhere")])
@@ -251,6 +266,7 @@ WRONG: dict[str, Callable[[Path], Any]] = {
     "a folder": lambda file: (file.unlink(), file.mkdir()),
 }
 FILES = (
+    "failed_tasks.json",
     "latest", "best", "run.json", "config.json", "metrics.jsonl", "evaluations.jsonl", "run",
     "step_000002/manifest.json", "step_000002/rollout.json", "step_000002/trainer/weights.json",
 )  # fmt: skip
@@ -267,7 +283,7 @@ def test_damage(tmp_path: Path, train: Any, file: str, capsys: Any) -> None:  # 
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(whole, folder)
         target = folder / "checkpoints" / file if inside else folder / file
-        if file == "run":  # there only where the checkpoints are elsewhere
+        if file in ("run", "failed_tasks.json"):  # there only where the checkpoints are elsewhere, a task failed
             target.touch()
         damage(target)
         capsys.readouterr()
@@ -288,5 +304,5 @@ def test_damage(tmp_path: Path, train: Any, file: str, capsys: Any) -> None:  # 
             check_run(folder, 3)
         if file == "run.json" or (file.endswith("jsonl") and kind not in ("missing", "empty", "torn")):
             assert file in said, (kind, said)
-        if file in ("latest", "best", "run", "run.json", "evaluations.jsonl"):
+        if file in ("latest", "best", "run", "run.json", "evaluations.jsonl", "failed_tasks.json"):
             assert [m["step"] for m in metrics if "train/grad_norm" in m] == [1, 2, 3], kind

@@ -92,3 +92,28 @@ def test_going_back(tmp_path: Path, stride: int, train: Any) -> None:  # noqa: F
         check_run(folder / "run", 4)
 
     assert killed_everywhere(tmp_path, stride, before, work, after) > 50
+
+
+@thorough
+def test_forking(tmp_path: Path, stride: int, train: Any) -> None:  # noqa: F811
+    def before(base: Path) -> None:
+        flags = (*FLAGS, *EVERY_STEP, "--num-rollout", "1", "--output-dir", str(base / "run"))
+        status, told = in_child(lambda: train(*flags), base)
+        assert status == 0, told
+
+    def work(folder: Path) -> None:
+        places = ("--output-dir", str(folder / "fork"), "--save", str(folder / "STORE"))
+        train("--load", str(folder / "run"), *places, "--num-rollout", "2")
+
+    def after(folder: Path) -> None:
+        try:
+            if (folder / "fork" / "config.json").is_file():
+                train("--load", str(folder / "fork"))
+            else:
+                work(folder)
+        except Exception as error:
+            assert "nothing is left to train" in str(error), error
+        check_run(folder / "fork", 2, first=1, checkpoints=folder / "STORE")
+        check_run(folder / "run", 1)
+
+    assert killed_everywhere(tmp_path, stride, before, work, after) > 50
