@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from agentrl.config.template import template_source, template_variables
 from agentrl.data.files import storage_errors
 from agentrl.errors import AgentRLError, ConfigError, EngineError
 from agentrl.process import cancel_on_signals, printable, write_log_to
@@ -57,6 +58,8 @@ class ServeOptions(Protocol):
     seed: int
     log_dir: str | None
     sglang: dict[str, Any]
+    chat_template: str | None
+    apply_chat_template_kwargs: str
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,8 @@ def engine_spec(options: ServeOptions, model: str, name: str) -> EngineSpec:
         "served-model-name": name,
         "tool-call-parser": tool_parser,
         "reasoning-parser": reasoning_parser,
+        "chat-template": options.chat_template,
+        "default-chat-template-kwargs": options.apply_chat_template_kwargs or None,
         **{key.replace("_", "-"): value for key, value in options.sglang.items()},
     }
     spec = EngineSpec(
@@ -176,7 +181,7 @@ def parsers(options: ServeOptions, model: str) -> tuple[str | None, str | None]:
 
     chosen = [options.tool_call_parser, options.reasoning_parser]
     if "auto" in chosen:
-        chat = ChatTemplate(model)
+        chat = ChatTemplate(model, chat_template=template_source(options), variables=template_variables(options))
         if options.tool_call_parser == "auto" and chat.takes_tools:
             _tell_unread(chat)
         # Our names of call formats are SGLang's, where it has the format.

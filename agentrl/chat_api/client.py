@@ -12,7 +12,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -148,9 +148,13 @@ class OpenAIClient:
         *,
         tools: Sequence[dict[str, Any]] | None = None,
         seed: int | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
         timeout: float,
     ) -> Reply:
         """The model's answer to ``messages``, within ``timeout`` seconds.
+
+        ``template_kwargs`` are variables of the server's chat template; they are never left out, since another prompt
+        would be another task.
 
         Raises:
             ConfigError: the server will refuse every request: wrong key, unknown model, no tools, no money.
@@ -160,7 +164,7 @@ class OpenAIClient:
         started = time.monotonic()
         try:
             async with self._slot(started + timeout, timeout):
-                reply = await self._attempts(messages, params, tools, seed, started + timeout, timeout)
+                reply = await self._attempts(messages, params, tools, seed, template_kwargs, started + timeout, timeout)
         except EngineError:
             self.counters.failures += 1
             raise
@@ -178,6 +182,7 @@ class OpenAIClient:
         params: SamplingParams,
         tools: Sequence[dict[str, Any]] | None,
         seed: int | None,
+        template_kwargs: Mapping[str, Any] | None,
         deadline: float,
         timeout: float,
     ) -> Reply:
@@ -186,7 +191,7 @@ class OpenAIClient:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise self._no_answer(timeout, reason or "no time left to ask")
-            body = self._body(messages, params, tools, seed)
+            body = self._body(messages, params, tools, seed, template_kwargs)
             try:
                 status, content, wait = await self._server.exchange("POST", "/chat/completions", body, left)
                 self._reached, self._broken = time.monotonic(), None
@@ -221,6 +226,7 @@ class OpenAIClient:
         params: SamplingParams,
         tools: Sequence[dict[str, Any]] | None,
         seed: int | None,
+        template_kwargs: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
         if "reasoning" in self._left_out:
             messages = [{k: v for k, v in m.items() if not k.startswith("reasoning")} for m in messages]
@@ -238,6 +244,8 @@ class OpenAIClient:
         body |= {name: value for name, value in optional.items() if name not in self._left_out}
         if tools:
             body["tools"] = list(tools)
+        if template_kwargs:
+            body["chat_template_kwargs"] = dict(template_kwargs)
         return body
 
     def _judge(self, status: int, content: bytes, wait: float, body: dict[str, Any]) -> None:

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 from agentrl.cli.extras import ENGINES, require
 from agentrl.config.load import load_options
-from agentrl.config.schema import PassedOn
+from agentrl.config.schema import PassedOn, TemplateOptions
+from agentrl.config.template import template_problems
 from agentrl.config.values import Count, PathText, Positive, Range, Seconds
 from agentrl.errors import ConfigError
 
@@ -23,7 +24,7 @@ the terminal. When the server takes requests, the last line printed is: ready ba
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(PassedOn):
+class ServeOptions(PassedOn, TemplateOptions):
     """Serving"""
 
     hf_checkpoint: PathText | None = None
@@ -82,6 +83,9 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError(f"--checkpoint {options.checkpoint} is one of a training run: name the run with --run.")
     if options.checkpoint not in ("newest", "best") and not options.checkpoint.isdecimal():
         raise ConfigError(f"--checkpoint: expected newest, best or a number of rollouts, got {options.checkpoint!r}")
+    problems = list(template_problems(options))
+    if problems:
+        raise ConfigError("\n".join(problems))
     require("serve", ENGINES)
     from agentrl.serving import serve
 

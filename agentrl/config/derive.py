@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ def derive(config: Any) -> Any:
         changes["env"] = split_names(config.env)
     if isinstance(config, Config):
         changes |= _batch(config)
+        changes["chat_template_date"] = config.chat_template_date or datetime.date.today().isoformat()
         changes["eps_clip_high"] = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
         if config.actor_num_gpus_per_node is None:
             changes["actor_num_gpus_per_node"] = max(

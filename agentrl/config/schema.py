@@ -133,6 +133,26 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TemplateOptions:
+    """Chat template"""
+
+    apply_chat_template_kwargs: str = ""
+    """Variables of the chat template, a JSON object: `'{"enable_thinking": false}'`. A task may set its own over them
+    (`info["template_kwargs"]`); a server of --base-url gets them as `chat_template_kwargs`."""
+    chat_template: PathText | None = None
+    """File with a chat template (jinja) to use in place of the model's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatedTemplateOptions(TemplateOptions):
+    """Chat template"""
+
+    chat_template_date: str | None = None
+    """The date, `YYYY-MM-DD`, that a template which writes the date of the day (Llama 3) takes for today. Unset: the
+    day on which the run starts, also when it goes on later."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Run folder and logging"""
 
@@ -329,6 +349,7 @@ class Config(
     SamplingOptions,
     LimitOptions,
     LoopOptions,
+    DatedTemplateOptions,
     EngineOptions,
     EnvironmentOptions,
 ):
@@ -373,6 +394,7 @@ class EvalConfig(
     EvaluationOptions,
     LimitOptions,
     ServerOptions,
+    DatedTemplateOptions,
     EngineOptions,
     EvaluatedEnvironments,
 ):

@@ -14,6 +14,7 @@ from agentrl.config.derive import batch_rule
 from agentrl.config.fields import Option, options
 from agentrl.config.megatron_options import problems as megatron_problems
 from agentrl.config.schema import Config, EvalConfig
+from agentrl.config.template import template_problems
 from agentrl.config.validate_eval import evaluated, rescored
 from agentrl.errors import ConfigError
 
@@ -47,6 +48,7 @@ def validate(config: Config | EvalConfig, explicit: Mapping[str, str] | None = N
             problems += _schedule(config)
             problems += _without_effect(config, explicit or {})
         problems += _engines(config, explicit or {})
+        problems += template_problems(config)
     if problems:
         raise ConfigError("\n".join(problems))
 

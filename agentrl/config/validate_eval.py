@@ -71,3 +71,6 @@ def _served(config: EvalConfig, explicit: Mapping[str, str]) -> Iterator[str]:
     for name in ("run", "hf_checkpoint", "rollout_num_engines", "rollout_num_gpus", "sglang", "deterministic"):
         if name in explicit:
             yield f"--base-url and {explicit[name]} exclude each other: the policy is the server's, no engine starts."
+    for name in ("chat_template", "chat_template_date"):
+        if name in explicit:
+            yield f"--base-url and {explicit[name]} exclude each other: the chat template is the server's."

@@ -8,6 +8,7 @@ budget, a complete ``info``) is done around the author's code, once per outermos
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import gymnasium
@@ -65,10 +66,24 @@ class Env(gymnasium.Env[str, str]):
     call_format: str = "auto"
     """How the model writes tool calls (:func:`agentrl.tools.get_parser`); ``auto``: the loop decides."""
 
+    trusted_roles: Sequence[str] = ("system", "developer", "assistant")
+    """Roles of the first messages whose text is the author's own, so that a control token of the model written in it
+    (``<think>``) is one: instructions and examples. Add ``user`` only where nobody else wrote into the prompts. What
+    tools, users and other agents say during the episode can never hold one."""
+    template_kwargs: Mapping[str, Any] | None = None
+    """Variables of the model's chat template for this environment's tasks, over those of the run:
+    ``{"enable_thinking": False}``."""
+
     example_actions: tuple[str, ...] = ()
     """Some turns that make sense in an episode, beside tool calls: ``agentrl env check`` plays them."""
 
-    settings: ClassVar[tuple[str, ...]] = ("max_turns", "call_format", "render_mode")
+    settings: ClassVar[tuple[str, ...]] = (
+        "max_turns",
+        "call_format",
+        "render_mode",
+        "trusted_roles",
+        "template_kwargs",
+    )
     """Attributes every constructor takes as keyword arguments, named in its signature or not."""
 
     _turn: int = 0
@@ -198,6 +213,10 @@ class Env(gymnasium.Env[str, str]):
         observation, info = checked_start(result, f"{type(self).__name__}.reset")
         info.setdefault("messages", [{"role": "user", "content": observation}])
         info.setdefault("task_id", self._default_task_id())
+        if tuple(self.trusted_roles) != Env.trusted_roles:
+            info.setdefault("trusted_roles", list(self.trusted_roles))
+        if self.template_kwargs:
+            info.setdefault("template_kwargs", dict(self.template_kwargs))
         self._phase = "running"
         self._transcript = list(info["messages"])
         self._observation = observation

@@ -12,7 +12,7 @@ from typing import Any
 
 from agentrl.config.schema import EvalConfig
 from agentrl.errors import AgentRLError, CheckpointError
-from agentrl.rollout.setup import engine_spec, make_env, template_notes
+from agentrl.rollout.setup import engine_spec, make_env, open_chat, template_notes
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,10 @@ async def open_policy(
         async with open_server(cfg) as (client, chat):
             yield Policy(client, chat, broken=client.broken, trouble=lambda: client.trouble, notes=client.notes)
         return
-    from agentrl.rollout.chat import ChatTemplate
     from agentrl.rollout.client import EngineClient
     from agentrl.rollout.pool import EnginePool
 
-    chat = ChatTemplate(model)
+    chat = open_chat(cfg, model)
     acts_in = (make_env(*given, sandbox=cfg.sandbox) for given in environments)
     about_template = template_notes(chat, acts_in, training=False)
     pool = EnginePool(

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.schema import EvalConfig
+from agentrl.config.template import template_source, template_variables
 from agentrl.envs.taskfiles import find_files
 from agentrl.errors import ConfigError, DataError
 from agentrl.evaluation.heldout import HeldOutSet
+from agentrl.evaluation.policy import model_folder
 from agentrl.rollout.setup import make_env
 from agentrl.types import Task
 
@@ -49,7 +51,31 @@ def identity(cfg: EvalConfig, sets: Iterable[HeldOutSet], model: dict[str, Any])
         "episodes_per_task": cfg.n_samples_per_eval_prompt,
         "sets": {held_out.name: _of_set(held_out) for held_out in sets},
     }
+    template = _template(cfg)
+    if template:  # other than the model's own, as it is
+        described["chat_template"] = template
     return json.loads(json.dumps(described, default=repr))
+
+
+def _template(cfg: EvalConfig) -> dict[str, Any]:
+    """What the options say about the chat template; the date only where the template writes one."""
+    variables, source = template_variables(cfg), template_source(cfg)
+    found: dict[str, Any] = {"variables": variables} if variables else {}
+    if source is not None:
+        found["digest"] = f"sha256:{hashlib.sha256(source.encode()).hexdigest()}"
+    if cfg.chat_template_date is not None and writes_a_date(cfg):
+        found["date"] = cfg.chat_template_date
+    return found
+
+
+def writes_a_date(cfg: EvalConfig) -> bool:
+    """Whether the chat template looks at the clock."""
+    texts = [template_source(cfg) or ""]
+    if cfg.chat_template is None and cfg.base_url is None:
+        folder = Path(model_folder(cfg) or "")
+        files = [folder / "tokenizer_config.json", *sorted(folder.glob("*.jinja"))]
+        texts = [file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()]
+    return any("strftime_now" in text for text in texts)
 
 
 def _of_set(held_out: HeldOutSet) -> dict[str, Any]:

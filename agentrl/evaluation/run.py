@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
+import json
 import sys
 import time
 from collections.abc import Callable, Container, Coroutine, Sequence
@@ -37,6 +39,7 @@ from agentrl.rollout.setup import make_env, scratch
 from agentrl.types import Trajectory, replace
 from agentrl.warden import Warden
 
+DATE = "chat_template_date"
 IDENTITY = "evaluation"
 """Key of ``run.json`` that holds what is evaluated."""
 
@@ -57,7 +60,7 @@ def evaluate(cfg: EvalConfig) -> int:
         from agentrl.evaluation.rescore import rescore
 
         return rescore(cfg)
-    cfg = settled(cfg)
+    cfg = _dated(settled(cfg))
     model = model_folder(cfg)
     sets = held_out_sets(cfg, split=cfg.split)
     what = identity(cfg, sets, model_identity(cfg, model))
@@ -66,7 +69,7 @@ def evaluate(cfg: EvalConfig) -> int:
         console = Console(stderr=True, highlight=False) if cfg.json else None
         progress = stack.enter_context(Progress(f"agentrl eval · {run.path.name}", 0, console=console))
         write_log_to(run.logs / "driver.log", cfg.log_level)
-        run.describe(policy=described(cfg, model))
+        run.describe(policy=described(cfg, model), **{DATE: cfg.chat_template_date})
         session = Session(cfg, sets, run, progress, warnings=warnings_before(cfg, sets))
         about = [f"run folder  {run.path}", f"model       {described(cfg, model)}", f"tasks       {_tasks(sets)}"]
         progress.log(Text("\n".join(about)))
@@ -84,6 +87,17 @@ def _tasks(sets: Sequence[HeldOutSet]) -> str:
     return ", ".join(
         f"{s.name} {len(s.tasks)}" + ("" if s.available in (None, len(s.tasks)) else f" of {s.available}") for s in sets
     )
+
+
+def _dated(cfg: EvalConfig) -> EvalConfig:
+    """``cfg`` with the date that its chat template takes for today: as given, as in an earlier start, or the day's."""
+    if cfg.chat_template_date is not None or cfg.base_url is not None:
+        return cfg
+    date = None
+    if cfg.output_dir is not None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # no folder yet, or none that is readable
+            date = json.loads((Path(cfg.output_dir) / "run.json").read_text(encoding="utf-8")).get(DATE)
+    return cfg.replace(chat_template_date=date or datetime.date.today().isoformat())
 
 
 def _open_folder(cfg: EvalConfig, what: dict[str, Any]) -> RunDir:

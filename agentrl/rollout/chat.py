@@ -12,11 +12,14 @@ Templates run in transformers' jinja sandbox; content is encoded by provenance (
 
 from __future__ import annotations
 
+import copy
+import datetime
+import itertools
 import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +29,7 @@ import numpy as np
 from agentrl.errors import ConfigError, EnvError
 from agentrl.rollout.encoding import ProvenanceTokenizer
 from agentrl.rollout.extension import Earlier, ExtensionPlanner
-from agentrl.rollout.rendering import INLINE, Renderer, Tools, plain, plain_messages
+from agentrl.rollout.rendering import INLINE, Renderer, Tools, joined, plain
 from agentrl.types import Message
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ __all__ = ["INLINE", "ChatTemplate", "opened_reasoning"]
 log = logging.getLogger(__name__)
 
 _KEPT_PROMPTS = 64
+_KEPT_VARIANTS = 64  # of variables: tasks may bring their own
 _REASONING_END = "</think>"
 _TAIL = 16  # ids at the end of a prompt in which a reasoning tag is looked for
 _OPENED_REASONING = re.compile(r"<think(?:ing)?>\s*\Z")
@@ -51,6 +55,8 @@ class ChatTemplate:
     Args:
         tokenizer: directory (or hub name) of a checkpoint, or a fast transformers tokenizer.
         chat_template: jinja source that replaces the tokenizer's own.
+        variables: what else the template gets to see (``--apply-chat-template-kwargs``).
+        date: what a template that writes the date of the day takes for today; None: the day of each rendering.
 
     Without a chat template only :meth:`raw_prompt` and inline observations work.
 
@@ -58,23 +64,56 @@ class ChatTemplate:
         ConfigError: no fast tokenizer there.
     """
 
-    def __init__(self, tokenizer: Any, *, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        date: datetime.date | None = None,
+    ) -> None:
         self._hf = _load_tokenizer(tokenizer) if isinstance(tokenizer, str | os.PathLike) else tokenizer
         backend = getattr(self._hf, "backend_tokenizer", None)
         if backend is None:
             raise ConfigError(f"{self._name} has no fast tokenizer (tokenizer.json); convert it with transformers")
-        self._renderer = Renderer(self._hf, chat_template or self._hf.chat_template, self._name)
+        template = chat_template or self._hf.chat_template
+        self._renderer = Renderer(self._hf, template, self._name, variables, date)
         self.encoder = ProvenanceTokenizer(backend)
-        self._prompts: dict[str, np.ndarray] = {}
+        self._prompts: dict[Any, np.ndarray] = {}
+        self._variants: dict[str, ChatTemplate] = {}
         self._id_ends: dict[int, str] = {}  # last character of an id's text, white space aside
         self._warned = False
         self.end_of_turn_id: int | None = None
         """The control token that the template puts after an assistant message, if it does."""
         self.eos_token_ids: tuple[int, ...] = self._all_eos()
         self._eos = frozenset(self.eos_token_ids)
-        self._planner = ExtensionPlanner(self._renderer.render, tuple(self.encoder.control_ids), self._eos_texts())
+        self.every_control = frozenset(self.encoder.control_ids)
+        """What text of the author may hold."""
+        self._planner = self._new_planner()
         self.opening = self._opened_reasoning() if self.template_source else ""
         """The reasoning tag that the template's first generation prompt ends with; empty when it ends with none."""
+
+    def with_variables(self, variables: Mapping[str, Any] | None) -> ChatTemplate:
+        """The same template with these variables over its own: those of one task."""
+        if not variables or not self.template_source:
+            return self
+        merged = {**self._renderer.variables, **variables}
+        if merged == self._renderer.variables:
+            return self
+        key = json.dumps(merged, sort_keys=True)
+        found = self._variants.get(key)
+        if found is None:
+            found = copy.copy(self)
+            found._renderer = self._renderer.with_variables(merged)
+            found._prompts, found._variants, found._planner = {}, {}, found._new_planner()
+            found.opening = found._opened_reasoning()
+            if len(self._variants) >= _KEPT_VARIANTS:
+                del self._variants[next(iter(self._variants))]
+            self._variants[key] = found
+        return found
+
+    def _new_planner(self) -> ExtensionPlanner:
+        return ExtensionPlanner(self._renderer.render, tuple(self.encoder.control_ids), self._eos_texts())
 
     @property
     def template_source(self) -> str:
@@ -124,21 +163,33 @@ class ChatTemplate:
 
         return get_parser(self.call_format)
 
-    def prompt(self, messages: Sequence[Message], tools: Tools = None) -> np.ndarray:
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = None,
+        *,
+        controls: Sequence[frozenset[str]] = (),
+    ) -> np.ndarray:
         """int32 ``[n]``, read-only: the whole conversation and the opening of an assistant turn.
+
+        Args:
+            controls: for each message the control tokens that its text may hold, see :attr:`every_control`; none
+                where it says nothing.
 
         Raises:
             ConfigError: the model has no chat template.
             EnvError: the template refuses these messages (roles, order, missing fields).
         """
         # The episodes of a group open with the same words: encode them once.
-        key = repr((messages, tools))
+        key = (repr((messages, tools)), tuple(controls))
         ids = self._prompts.pop(key, None)
         if ids is None:
             if tools and not self._renderer.shows_tools:
                 self._warn_of_hidden_tools()
-            sealed = self.encoder.seal_all(plain_messages(messages))
-            ids = self.encoder.encode(self._renderer.render_conformed(sealed, self.encoder.seal_all(tools)))
+            seal = self.encoder.seal_all
+            pairs = itertools.zip_longest(messages, controls, fillvalue=frozenset())
+            sealed = joined([seal(plain(message), own) for message, own in pairs], self.encoder.boundary)
+            ids = self.encoder.encode(self._renderer.render_conformed(sealed, seal(tools)))
             ids.flags.writeable = False
             if len(self._prompts) >= _KEPT_PROMPTS:
                 del self._prompts[next(iter(self._prompts))]
@@ -165,6 +216,7 @@ class ChatTemplate:
         new_messages: Sequence[Message],
         tools: Tools = None,
         *,
+        said: str | None = None,
         earlier: tuple[Earlier, ...] = (),
         system: bool = False,
     ) -> np.ndarray | None:
@@ -174,6 +226,7 @@ class ChatTemplate:
             prev_assistant: the message parsed from the sampled ids.
             sampled: its ids; when they end with the template's end-of-turn token it is not repeated.
             new_messages: the observation.
+            said: their text without what ends the turn, where it is known.
             earlier: the turns before this one, one of each kind, the latest last.
             system: whether the conversation begins with a system message.
 
@@ -184,7 +237,7 @@ class ChatTemplate:
             return self.encoder.encode_content("".join(m["content"] for m in new_messages))
         sealed = [self.encoder.seal_all(plain(m)) for m in new_messages]
         end = self._end_of_text(sampled)
-        said = self.encoder.decode(sampled[:end])
+        said = self.encoder.decode(sampled[:end]) if said is None else said
         shape = self._planner.shape(prev_assistant, said, sealed, bool(tools), earlier, system)
         called = [self.encoder.seal(call["function"]["name"]) for call in prev_assistant.get("tool_calls") or ()]
         suffix = self._planner.suffix(shape, sealed, called)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ from agentrl.rollout.sampling import for_turn, turn_seed
 from agentrl.shared_keys import SharedKeys
 from agentrl.tools.parsers import Parsed, Parser
 from agentrl.types import Message, SamplingParams, Segment, StopReason, replace
+
+AUTHOR_ROLES = ("system", "developer", "assistant")
+"""Roles of a first prompt whose text is the author's own unless the task says otherwise: instructions and examples."""
 
 _turn_record = SharedKeys()
 
@@ -105,6 +108,9 @@ class Conversation:
         self._last: Turn | None = None  # the turn that the next observation follows
         self.last_turn: Turn | None = None
         self._earlier: dict[Any, Earlier] = {}  # of each kind the latest turn, in the order of the conversation
+        self._trusted: set[int] = set()  # messages whose text is the author's
+        self._sampled: dict[int, np.ndarray] = {}  # ids of the messages that the model wrote
+        self._said = ""  # what the last turn sampled, as text
         self._raw = False  # whether the prompt was sent without the template
         self._system = False  # whether it begins with a system message
 
@@ -129,11 +135,17 @@ class Conversation:
         stop: Sequence[str] = (),
         *,
         raw: str | None = None,
+        authored: int | None = None,
+        trusted_roles: Collection[str] = AUTHOR_ROLES,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
         """Open the conversation.
 
         Args:
             raw: text to send in place of the rendered ``messages``, which then are for the record only.
+            authored: so many of the messages are those of the task's author, None: all; what others said follows.
+            trusted_roles: of the author's messages, those that may hold control tokens.
+            variables: what the chat template gets to see for this task beside the run's own.
 
         Raises:
             EpisodeEnd: ENV_ERROR when the prompt leaves no room for an answer.
@@ -143,8 +155,10 @@ class Conversation:
         self.messages, self._tools, self._stop = list(messages), tools, tuple(stop)
         if tools:
             self._parser = self._parser.with_tools(tools)
+        self._chat = self._chat.with_variables(variables)
+        self._trusted = {i for i, m in enumerate(messages[:authored]) if m["role"] in trusted_roles}
         if raw is None:
-            ids = self._chat.prompt(self.messages, tools)
+            ids = self._chat.prompt(self.messages, tools, controls=self._controls(self.messages))
             self._system = bool(self.messages) and self.messages[0]["role"] == "system"
             turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
             for start, end in itertools.pairwise([*turns, len(messages)]):
@@ -195,10 +209,12 @@ class Conversation:
         text = self._chat.text(generation.tokens, opening)
         parsed = self._parser.parse(text)
         message = self._chat.history_message(text, parsed, self._parser.name)
+        self._sampled[len(self.messages)] = generation.tokens
         self.messages.append(message)
         cut_short = None
         if generation.finish_reason == "length":
             cut_short = StopReason.MAX_CONTEXT if budget == room else StopReason.MAX_TOKENS
+        self._said = text[len(opening) :]
         turn = Turn(text, parsed, message, generation.finish_reason, generation.tokens, cut_short)
         self._last = self.last_turn = turn
         self.turns.append(
@@ -230,11 +246,13 @@ class Conversation:
                 f"go on with messages of role {INLINE!r}, whose text is appended as it is"
             )
         ids = self._chat.extension(
-            last.message, last.tokens, messages, self._tools, earlier=tuple(self._earlier.values()), system=self._system
-        )
+            last.message, last.tokens, messages, self._tools,
+            said=self._said, earlier=tuple(self._earlier.values()), system=self._system,
+        )  # fmt: skip
         segment = ids is None
         if ids is None:
-            ids = self._chat.prompt([*self.messages, *messages], self._tools)
+            whole = [*self.messages, *messages]
+            ids = self._chat.prompt(whole, self._tools, controls=self._controls(whole))
         self.encode_seconds += time.monotonic() - started
         self.messages.extend(messages)
         self._check_room(ids, messages, segment)
@@ -244,6 +262,17 @@ class Conversation:
             self._ledger.append_env(ids)
         self._note(last.message, messages)
         self._last = None
+
+    def _controls(self, messages: Sequence[Message]) -> list[frozenset[str]]:
+        """The control tokens that each message may hold: the author's all, the model's those it sampled as such."""
+        found = []
+        for index in range(len(messages)):
+            sampled = self._sampled.get(index)
+            if sampled is not None:
+                found.append(self._chat.encoder.sampled_controls(sampled))
+            else:
+                found.append(self._chat.every_control if index in self._trusted else frozenset())
+        return found
 
     def _note(self, assistant: Message, answers: Sequence[Message]) -> None:
         """Remember the kind of a turn that is over: what a template drops or keeps later depends on it."""

@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from agentrl.errors import ConfigError
 from agentrl.rollout.fast_text import ByteDecoder, WordEncoder
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
 
 
 class ProvenanceTokenizer:
@@ -34,74 +35,76 @@ class ProvenanceTokenizer:
         reader: the model's own ``tokenizers.Tokenizer``. It is only read and decoded with.
 
     Raises:
-        ConfigError: a private copy cannot be made from its JSON.
+        ConfigError: a private copy cannot be made of it.
     """
 
     def __init__(self, reader: Tokenizer) -> None:
-        from tokenizers import AddedToken, Tokenizer
+        from tokenizers import AddedToken
 
         self._reader = reader
-        spec = json.loads(reader.to_str())
-        self._decoder = ByteDecoder.of(reader, spec)
-        spec.update(truncation=None, padding=None, post_processor=None)
-        controls = [t for t in spec["added_tokens"] if t["content"].strip()]
-        self.control_ids: dict[str, int] = {t["content"]: t["id"] for t in controls}
+        self._decoder = ByteDecoder.of(reader)
+        added = dict(sorted(reader.get_added_tokens_decoder().items()))
+        blank = [t for t in added.values() if not t.content.strip()]
+        controls = {t.content: (index, t) for index, t in added.items() if t.content.strip()}
+        self.control_ids: dict[str, int] = {text: index for text, (index, _) in controls.items()}
         nonce = secrets.token_hex(8)
-        _hide_from_model(spec, self.control_ids, nonce)
-
-        for token in controls:
-            # Matched on raw text only: a normalizer must not turn other text into a control token.
-            token["normalized"] = False
-        template = _load(Tokenizer, spec)
-        spec["added_tokens"] = [t for t in spec["added_tokens"] if not t["content"].strip()]
-        content = _load(Tokenizer, spec)
+        model = _model_without(reader, self.control_ids, nonce)
 
         # A rare first character keeps the search for marks quick; ASCII survives any JSON escaping.
-        self._anchor = f"~anchor{nonce}"
+        self._anchor = self.boundary = f"~anchor{nonce}"
         self._placeholders = {text: f"~{nonce}x{i:04d}" for i, text in enumerate(self.control_ids)}
         private = [self._anchor, *self._placeholders.values()]
         tokens = [AddedToken(p, special=True, normalized=False) for p in private]
-        template.add_special_tokens(tokens)
-        content.add_special_tokens(tokens[:1])
+        # Matched on raw text only: a normalizer must not turn other text into a control token.
+        raw = [_raw(t) if t.content.strip() else t for t in added.values()]
+        template = _tokenizer(reader, model, [*raw, *tokens])
+        content = _tokenizer(reader, model, [*blank, *tokens[:1]])
         self._template = template
-        longest_first = sorted(map(re.escape, self.control_ids), key=len, reverse=True)
-        self._control_text = re.compile("|".join(longest_first)) if longest_first else None
+        self._control_text = re.compile(any_of(self.control_ids)) if self.control_ids else None
         self._real_id, self._moved = self._id_map()
         self._sealed_ids = {template.token_to_id(self._anchor): np.empty(0, np.int32)}
         self._sealed_ids |= {
             template.token_to_id(p): self._ordinary_ids(content, text) for text, p in self._placeholders.items()
         }
         # Added tokens that swallow white space, or consist of it, need the tokenizer's own splitting.
-        simple = not spec["added_tokens"] and not any(t["lstrip"] or t["rstrip"] or t["single_word"] for t in controls)
-        self._words = WordEncoder.of(template, spec) if simple else None
+        simple = not blank and not any(t.lstrip or t.rstrip or t.single_word for _, t in controls.values())
+        self._words = WordEncoder.of(template) if simple else None
         self._mark_ids = {text: [index] for text, index in self.control_ids.items()}
-        self._mark_ids |= {p: self._sealed_ids[template.token_to_id(p)].tolist() for p in private[1:]}
-        self._marks = re.compile("(" + "|".join(map(re.escape, sorted(self._mark_ids, key=len, reverse=True))) + ")")
+        self._mark_ids |= {p: self._sealed_ids[template.token_to_id(p)].tolist() for p in private}
+        self._marks = re.compile(f"({any_of(self._mark_ids)})")
 
-    def seal(self, text: str) -> str:
+    def seal(self, text: str, keep: Container[str] = ()) -> str:
         """``text`` with each added token's text replaced by a placeholder; most texts come back as they are.
 
-        Lone surrogates, which no tokenizer takes, become question marks.
+        Those in ``keep`` stay control tokens. Lone surrogates, which no tokenizer takes, become question marks.
         """
         if not text.isascii():
             text = text.encode("utf-8", "replace").decode("utf-8")
         if self._control_text is None or not self._control_text.search(text):
             return text
-        return self._control_text.sub(lambda match: self._placeholders[match.group()], text)
+        return self._control_text.sub(lambda m: m[0] if m[0] in keep else self._placeholders[m[0]], text)
 
     def controls_in(self, text: str) -> list[str]:
         """The control tokens whose text stands in ``text``, in order."""
         return self._control_text.findall(text) if self._control_text is not None else []
 
-    def seal_all(self, value: Any) -> Any:
+    def seal_all(self, value: Any, keep: Container[str] = ()) -> Any:
         """Seal every string inside a JSON-like value (keys too)."""
         if isinstance(value, str):
-            return self.seal(value)
+            return self.seal(value, keep)
         if isinstance(value, dict):
-            return {self.seal(k) if isinstance(k, str) else k: self.seal_all(v) for k, v in value.items()}
+            return {self.seal(k, keep) if isinstance(k, str) else k: self.seal_all(v, keep) for k, v in value.items()}
         if isinstance(value, list | tuple):
-            return [self.seal_all(v) for v in value]
+            return [self.seal_all(v, keep) for v in value]
         return value
+
+    def sampled_controls(self, ids: np.ndarray) -> frozenset[str]:
+        """Control tokens in the text of sampled ``ids`` that stand there as such each time, none spelled in pieces."""
+        written = Counter(self._control_text.findall(self.decode(ids))) if self._control_text else Counter()
+        if not written:
+            return frozenset()
+        sampled = Counter(np.asarray(ids).tolist())
+        return frozenset(text for text, count in written.items() if sampled[self.control_ids[text]] == count)
 
     def encode(self, rendered: str) -> np.ndarray:
         """int32 ``[n]``: ids of text rendered by the template from sealed content."""
@@ -179,23 +182,85 @@ class ProvenanceTokenizer:
         return np.array([whitespace.get(i, i) for i in ids], np.int32)
 
 
-def _load(tokenizer_class: Any, spec: dict[str, Any]) -> Any:
-    try:
-        return tokenizer_class.from_str(json.dumps(spec))
-    except Exception as error:  # the Rust library raises plain Exception
-        raise ConfigError(
-            f"the tokenizer's JSON cannot be loaded: {error}; expected a Hugging Face tokenizer.json"
-        ) from error
+def any_of(texts: Iterable[str]) -> str:
+    """Regular expression of any of ``texts``, the longest that fits; what they begin with alike is written once.
+
+    Some tokenizers have hundreds of control tokens, and a plain list of them takes long to compile and to search.
+    """
+    following: dict[str, list[str]] = {}
+    ends = False
+    for text in texts:
+        if text:
+            following.setdefault(text[0], []).append(text[1:])
+        ends = ends or not text
+    branches = [re.escape(letter) + any_of(rest) for letter, rest in following.items()]
+    if not branches:
+        return ""
+    if len(branches) == 1 and not ends:
+        return branches[0]
+    return f"(?:{'|'.join(branches)}){'?' if ends else ''}"
 
 
-def _hide_from_model(spec: dict[str, Any], controls: dict[str, int], nonce: str) -> None:
-    """Rename control tokens inside the model's vocabulary, so that only an added token can give their ids."""
+def _raw(token: AddedToken) -> AddedToken:
+    from tokenizers import AddedToken
+
+    return AddedToken(
+        token.content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=False,
+        special=token.special,
+    )
+
+
+def _tokenizer(reader: Tokenizer, model: Any, added: Sequence[AddedToken]) -> Tokenizer:
+    """A tokenizer that splits text as ``reader`` does, with other added tokens. The model is shared, not copied."""
+    from tokenizers import Tokenizer
+
+    made = Tokenizer(model)
+    made.normalizer, made.pre_tokenizer = reader.normalizer, reader.pre_tokenizer
+    made.add_tokens(list(added))
+    return made
+
+
+def _model_without(reader: Tokenizer, controls: dict[str, int], nonce: str) -> Any:
+    """The tokenizer's model, such that only an added token can give a control token's id.
+
+    Nearly always that is the model as it is. Else its JSON is taken apart, which takes seconds for a large vocabulary.
+    """
+    from tokenizers import models
+
+    model = reader.model
+    known = [text for text, index in controls.items() if model.id_to_token(index) == text]
+    # What byte-pair merges do with the text alone they do with it inside a word too.
+    if isinstance(model, models.BPE) and not any(
+        model.ignore_merges or [t.id for t in model.tokenize(text)] == [controls[text]] for text in known
+    ):
+        return model
+    return _hidden(reader, {text: f"hidden{nonce}x{controls[text]}" for text in known})
+
+
+def _hidden(reader: Tokenizer, names: dict[str, str]) -> Any:
+    """A copy of the model in which tokens have other names, and no merge makes them."""
+    from tokenizers import Tokenizer
+
+    spec = json.loads(reader.to_str())
     model = spec["model"]
     vocab = model["vocab"]
-    hidden = {text: f"hidden{nonce}x{index}" for text, index in controls.items()}
     if isinstance(vocab, dict):
-        model["vocab"] = {hidden.get(text, text): index for text, index in vocab.items()}
-        if model.get("unk_token") in hidden and model["unk_token"] in vocab:
-            model["unk_token"] = hidden[model["unk_token"]]
+        model["vocab"] = {names.get(text, text): index for text, index in vocab.items()}
     else:
-        model["vocab"] = [[hidden.get(text, text), score] for text, score in vocab]
+        model["vocab"] = [[names.get(text, text), score] for text, score in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        pairs = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+        model["merges"] = [pair for pair in pairs if not names.keys() & {*pair, "".join(pair)}]
+    try:
+        return Tokenizer.from_str(json.dumps({**spec, "added_tokens": [], "post_processor": None})).model
+    except Exception as error:  # the Rust library raises plain Exception
+        raise ConfigError(
+            f"the tokenizer's model cannot be loaded without its control tokens ({', '.join(names)}): {error}; "
+            "expected a Hugging Face tokenizer.json"
+        ) from error

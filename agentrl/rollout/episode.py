@@ -28,7 +28,8 @@ from agentrl.types import Message, Outcome, SamplingParams, StopReason, Task, Tr
 __all__ = ["Episode", "EpisodeLimits", "describe", "play_episode", "run_episode"]
 
 _STEP_KEYS = frozenset(
-    {"messages", "tools", "stop", "raw_prompt", "stop_reason", "rewards", "success", "tool_calls"}
+    {"messages", "tools", "stop", "raw_prompt", "trusted_roles", "template_kwargs"}
+    | {"stop_reason", "rewards", "success", "tool_calls"}
     | {"agent", "prompts", "agent_rewards"}
     | {"episode_id", "episode_agents"}  # ours: an environment's own would make one episode of several
 )
@@ -111,6 +112,7 @@ class Episode:
         self._success: bool | None = None
         self._info: dict[str, Any] = {}
         self._end: EpisodeEnd | None = None
+        self._opening = Opening()  # what the reset says of the first prompt
         self._raw: tuple[list[Message], str] | None = None  # first messages, and the text to send for them
         call_format = getattr(env, "call_format", "auto")
         if call_format == "auto":
@@ -142,7 +144,7 @@ class Episode:
         observation, info = await self.reset()
         self._seat(info)
         try:
-            self._tell(observation, info)
+            self._tell(observation, info, start=True)
             while True:
                 turn = await self.generate()
                 if turn.cut_short is not None:
@@ -158,7 +160,7 @@ class Episode:
 
     def _seat(self, info: dict[str, Any]) -> None:
         """Who takes part, as the reset says: one agent, or those that ``info["prompts"]`` names."""
-        self._acting.opening = Opening.of(info)
+        self._acting.opening = self._opening
         prompts = info.get("prompts")
         if prompts is None or "agent" not in info:  # an environment of one agent may use the word for its own ends
             return
@@ -171,11 +173,14 @@ class Episode:
             for name, prompt in prompts.items()
         }
         self._acting = self._agents[info["agent"]]
-        self._acting.opening = Opening.of(info)  # the reset's messages are the whole first prompt
+        self._acting.opening = self._opening  # the reset's messages are the whole first prompt
         self._acting.env_seconds = waited
 
-    def _tell(self, observation: str, info: dict[str, Any]) -> None:
-        """Say what is new to the agent whose turn it is; its first time, that opens its conversation."""
+    def _tell(self, observation: str, info: dict[str, Any], *, start: bool = False) -> None:
+        """Say what is new to the agent whose turn it is; its first time, that opens its conversation.
+
+        Only what the reset said (``start``, or the agent's own opening) is the author's; the rest comes from outside.
+        """
         messages = info.get("messages") or [Message(role="user", content=observation)]
         if self._several:
             self._acting = self._agents[info["agent"]]
@@ -184,7 +189,8 @@ class Episode:
             self.observe(messages)
             return
         try:
-            self.prompt([*opening.messages, *messages], opening.tools, opening.stop)
+            authored = None if start else len(opening.messages)
+            self.prompt([*opening.messages, *messages], opening.tools, opening.stop, opening=opening, authored=authored)
         except EpisodeEnd as end:
             if not any(agent.turn_rewards for agent in self._agents.values()):
                 raise
@@ -221,9 +227,15 @@ class Episode:
         return last.cut_short or StopReason.DONE
 
     def prompt(
-        self, messages: Sequence[Message] | str, tools: list[dict[str, Any]] | None, stop: Sequence[str]
+        self,
+        messages: Sequence[Message] | str,
+        tools: list[dict[str, Any]] | None,
+        stop: Sequence[str],
+        *,
+        opening: Opening | None = None,
+        authored: int | None = None,
     ) -> None:
-        """Open the conversation.
+        """Open the conversation, as the reset (or ``opening``) says; see :meth:`Conversation.prompt`.
 
         Text is sent as it is, without the chat template; so are the messages of a reset that came with
         ``info["raw_prompt"]`` (``--no-apply-chat-template``).
@@ -235,8 +247,12 @@ class Episode:
             raw, messages = messages, [Message(role="user", content=messages)]
         elif self._raw is not None and list(messages) == self._raw[0]:
             raw = self._raw[1]
+        opening = opening or self._opening
         try:
-            self.conversation.prompt(messages, tools, stop, raw=raw)
+            self.conversation.prompt(
+                messages, tools, stop, raw=raw, authored=authored, trusted_roles=opening.trusted_roles,
+                variables=opening.variables,
+            )  # fmt: skip
         except EpisodeEnd as end:
             self._end = end
             raise
@@ -299,6 +315,7 @@ class Episode:
         options = {"split": self.task.split, **self.task.options}
         observation, info = await self._call("reset", seed=self.task.seed, options=options)
         self._keep(info)
+        self._opening = Opening.of(info)
         raw = info.get("raw_prompt")
         if raw is not None:
             if not isinstance(raw, str):

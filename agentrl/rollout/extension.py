@@ -12,11 +12,12 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from agentrl.errors import EnvError
+from agentrl.rollout.encoding import any_of
 from agentrl.tools.parsers import FORMATS
 
 Render = Callable[..., str]
@@ -80,8 +81,8 @@ class ExtensionPlanner:
         self._plans: dict[Shape, _Plan] = {}
         self._marks = _Marks(secrets.token_hex(2))
         tags = {tag for parser in FORMATS.values() for pair in parser.reasoning_tags.items() for tag in pair}
-        self._tag = _any_of(tags)
-        self._lead = re.compile(rf"\s*({_any_of({*controls, *tags}).pattern})")
+        self._tag = re.compile(any_of(tags))
+        self._lead = re.compile(rf"\s*({any_of({*controls, *tags})})")
 
     def shape(
         self,
@@ -299,10 +300,6 @@ class _Marks:
         if shape.content or not calls:
             marks.append(self.content)
         return marks + [f"{self._nonce}arg{i:02d}" for i in range(calls)]
-
-
-def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
 
 
 def _fits(plan: _Plan, messages: Sequence[dict[str, Any]]) -> bool:

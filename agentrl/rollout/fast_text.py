@@ -9,6 +9,7 @@ tokenizer when they are made, and are not used if they differ.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import unicodedata
@@ -51,12 +52,12 @@ class WordEncoder:
         self._words: dict[str, list[int]] = {}
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, spec: dict[str, Any]) -> WordEncoder | None:
-        """For ``tokenizer`` with this ``tokenizer.json``; None when it works in another way."""
-        pattern = _split_pattern(spec)
-        form = (spec.get("normalizer") or {}).get("type")
+    def of(cls, tokenizer: Tokenizer) -> WordEncoder | None:
+        """For ``tokenizer``; None when it works in another way."""
+        pattern = _split_pattern(described(tokenizer.pre_tokenizer))
+        form = described(tokenizer.normalizer).get("type")
         known = pattern is not None and (form is None or form in _FORMS)
-        if not known or spec["model"].get("type") != "BPE" or spec["model"].get("dropout"):
+        if not known or type(tokenizer.model).__name__ != "BPE" or tokenizer.model.dropout:
             return None
         try:
             encoder = cls(tokenizer, pattern, form)
@@ -91,24 +92,17 @@ class WordEncoder:
 
 
 class ByteDecoder:
-    """Text of ids through a table from id to bytes. Make it with :meth:`of`."""
+    """Text of ids through a table from id to bytes, filled as ids occur. Make it with :meth:`of`."""
 
-    def __init__(self, table: list[bytes]) -> None:
-        self._table = table
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._bytes = _Spelled(tokenizer)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, spec: dict[str, Any]) -> ByteDecoder | None:
-        """For ``tokenizer`` with this ``tokenizer.json``; None when its decoder is not the byte-level one."""
-        if (spec.get("decoder") or {}).get("type") != "ByteLevel":
+    def of(cls, tokenizer: Tokenizer) -> ByteDecoder | None:
+        """For ``tokenizer``; None when its decoder is not the byte-level one."""
+        if described(tokenizer.decoder).get("type") != "ByteLevel":
             return None
-        size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        to_byte = {letter: byte for byte, letter in byte_alphabet().items()}
-        table = []
-        for index in range(size):
-            token = tokenizer.id_to_token(index) or ""
-            spelled = all(letter in to_byte for letter in token)
-            table.append(bytes(to_byte[letter] for letter in token) if spelled else token.encode())
-        decoder = cls(table)
+        decoder, size = cls(tokenizer), tokenizer.get_vocab_size(with_added_tokens=True)
         rng = np.random.default_rng(0)
         tries = [rng.integers(0, size, 200).tolist() for _ in range(20)] if size else []
         return (
@@ -117,16 +111,32 @@ class ByteDecoder:
 
     def decode(self, ids: list[int]) -> str:
         """Text of ``ids``; bytes that are not UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
-        table = self._table
-        try:
-            return b"".join([table[i] for i in ids]).decode("utf-8", "replace")
-        except IndexError:
-            return b"".join([table[i] for i in ids if i < len(table)]).decode("utf-8", "replace")
+        table = self._bytes
+        return b"".join([table[i] for i in ids]).decode("utf-8", "replace")
 
 
-def _split_pattern(spec: dict[str, Any]) -> str | None:
+class _Spelled(dict[int, bytes]):
+    """Bytes of each id."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._text_of = tokenizer.id_to_token
+        self._to_byte = {letter: byte for byte, letter in byte_alphabet().items()}
+
+    def __missing__(self, index: int) -> bytes:
+        token, to_byte = self._text_of(index) or "", self._to_byte
+        spelled = all(letter in to_byte for letter in token)
+        value = self[index] = bytes([to_byte[letter] for letter in token]) if spelled else token.encode()
+        return value
+
+
+def described(part: Any) -> dict[str, Any]:
+    """A component of a tokenizer as ``tokenizer.json`` describes it; empty without one."""
+    return json.loads(part.__getstate__()) if part is not None else {}
+
+
+def _split_pattern(pre: dict[str, Any]) -> str | None:
     """The regular expression that cuts text into words; None when more happens than that."""
-    pre = spec.get("pre_tokenizer") or {}
     steps = pre.get("pretokenizers", []) if pre.get("type") == "Sequence" else [pre]
     if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
         return None

@@ -19,7 +19,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ import numpy as np
 from agentrl.chat_api.client import OpenAIClient
 from agentrl.chat_api.refusals import ContextOverflow
 from agentrl.chat_api.reply import Reply, ServerCall
+from agentrl.config.template import template_variables
 from agentrl.errors import ConfigError, EngineError
 from agentrl.rollout.conversation import EpisodeEnd, EpisodeLimits, Turn
 from agentrl.rollout.openai_messages import call_arguments, ended, outgoing, refuse_inline, tokens_about, turn_text
@@ -56,7 +57,7 @@ async def open_server(cfg: Any) -> AsyncIterator[tuple[OpenAIClient, ServerChat]
     """
     async with _client(cfg) as client:
         await client.choose_model(cfg.model, timeout=min(_CONTACT_SECONDS, cfg.engine_timeout))
-        yield client, ServerChat(seed=cfg.seed)
+        yield client, ServerChat(seed=cfg.seed, variables=template_variables(cfg))
 
 
 def served_model(cfg: Any) -> str:
@@ -86,12 +87,14 @@ class ServerChat:
 
     Args:
         seed: of sampling; each request gets one of its own, from this, the episode and the turn.
+        variables: sent with each request as ``chat_template_kwargs``, which SGLang and vLLM hand to their template.
     """
 
     call_format = CALL_FORMAT
 
-    def __init__(self, *, seed: int = 0) -> None:
+    def __init__(self, *, seed: int = 0, variables: Mapping[str, Any] | None = None) -> None:
         self.seed = seed
+        self.variables = dict(variables or {})
 
     def conversation(
         self,
@@ -113,7 +116,9 @@ class ServerChat:
                 f"call format {parser.name!r}: a server reads its model's calls itself, and they reach the environment "
                 f"as {CALL_FORMAT!r}; leave the environment's call_format at 'auto'"
             )
-        return ChatConversation(client, parser, params, limits, routing_key=routing_key, name=name, seed=self.seed)
+        return ChatConversation(
+            client, parser, params, limits, routing_key=routing_key, name=name, seed=self.seed, variables=self.variables
+        )
 
 
 class ChatConversation:
@@ -136,6 +141,7 @@ class ChatConversation:
         routing_key: str,
         name: str,
         seed: int = 0,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
         self.messages: list[Message] = []
         self.turns: list[dict[str, Any]] = []
@@ -144,6 +150,7 @@ class ChatConversation:
         self.last_turn: Turn | None = None
         self._client, self._parser, self._params, self._limits = client, parser, params, limits
         self._routing_key, self._name, self._seed = routing_key, name, seed
+        self._variables: dict[str, Any] = dict(variables or {})  # of the server's chat template
         self._history: list[dict[str, Any]] = []  # as it goes to the server
         self._tools: list[dict[str, Any]] | None = None
         self._stop: tuple[str, ...] = ()
@@ -173,8 +180,10 @@ class ChatConversation:
         stop: Sequence[str] = (),
         *,
         raw: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        **_: Any,
     ) -> None:
-        """Open the conversation.
+        """Open the conversation. The server's template gets ``variables``, and reads control tokens wherever they are.
 
         Raises:
             ConfigError: the prompt is to be sent without chat template, or holds a role that no server knows.
@@ -187,6 +196,7 @@ class ChatConversation:
         refuse_inline(messages)
         self.messages, self._tools, self._stop = list(messages), tools, tuple(stop)
         self._history = [outgoing(message) for message in messages]
+        self._variables = {**self._variables, **(variables or {})}
 
     async def generate(self) -> Turn:
         """Sample one turn.
@@ -207,6 +217,7 @@ class ChatConversation:
                 self._history,
                 params,
                 tools=self._tools,
+                template_kwargs=self._variables,
                 seed=seed if params.temperature > 0 else None,
                 timeout=self._limits.request_timeout_s,
             )

@@ -121,7 +121,7 @@ class _Conversation:
     def segments(self) -> list[Any]:
         return []
 
-    def prompt(self, messages: Sequence[Message], tools: Any = None, stop: Any = (), *, raw: str | None = None) -> None:
+    def prompt(self, messages: Sequence[Message], *_: Any, **__: Any) -> None:
         self.messages = list(messages)
 
     async def generate(self) -> Turn:

@@ -7,9 +7,10 @@ template wants is found by asking it, with a conversation made up for the purpos
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -46,10 +47,27 @@ class Renderer:
         hf: a transformers tokenizer.
         template: jinja source, a set of named ones, or None.
         name: what errors call the model.
+        variables: what else the template gets to see, ``enable_thinking`` say.
+        date: what a template that writes the date of the day takes for today.
     """
 
-    def __init__(self, hf: Any, template: str | dict[str, str] | None, name: str) -> None:
+    def __init__(
+        self,
+        hf: Any,
+        template: str | dict[str, str] | None,
+        name: str,
+        variables: Mapping[str, Any] | None = None,
+        date: datetime.date | None = None,
+    ) -> None:
         self._hf, self._template, self._name = hf, template, name
+        self.variables, self.date = dict(variables or {}), date
+        self._globals: dict[str, Any] = {}
+        if date is not None:
+            self._globals["strftime_now"] = datetime.datetime.combine(date, datetime.time()).strftime
+
+    def with_variables(self, variables: Mapping[str, Any]) -> Renderer:
+        """The same template with other variables."""
+        return Renderer(self._hf, self._template, self._name, variables, self.date)
 
     @property
     def source(self) -> str:
@@ -167,6 +185,8 @@ class Renderer:
                 chat_template=self._template if isinstance(self._template, str) else None,
                 add_generation_prompt=generation,
                 tokenize=False,
+                **self._globals,
+                **self.variables,
             )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             roles = ", ".join(str(m.get("role")) for m in messages)
@@ -244,25 +264,27 @@ def conformed(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return result
 
 
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def joined(messages: Sequence[dict[str, Any]], between: str = "") -> list[dict[str, Any]]:
     """The conversation as templates take it: an inline observation is part of the assistant's message.
+
+    Args:
+        messages: in plain form.
+        between: put where two messages become one.
 
     Raises:
         EnvError: an inline observation follows no assistant message.
     """
-    joined: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
+    inline = False  # whether the last message was one
     for message in messages:
-        follows_inline = bool(joined) and joined[-1].pop("_open", False)
-        if message["role"] == INLINE or (message["role"] == "assistant" and follows_inline):
-            if not joined or joined[-1]["role"] != "assistant":
+        if message["role"] == INLINE or (message["role"] == "assistant" and inline):
+            if not result or result[-1]["role"] != "assistant":
                 raise EnvError("an inline observation must follow an assistant message")
-            joined[-1]["content"] += message["content"]
-            joined[-1]["_open"] = message["role"] == INLINE
+            result[-1]["content"] += between + message["content"]
         else:
-            joined.append(plain(message))
-    if joined:
-        joined[-1].pop("_open", None)
-    return joined
+            result.append(dict(message))
+        inline = message["role"] == INLINE
+    return result
 
 
 def plain(message: Message) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentrl.config.template import template_date, template_source, template_variables
 from agentrl.errors import ConfigError
 from agentrl.rollout.conversation import EpisodeLimits
 from agentrl.rollout.engine import EngineSpec
@@ -70,6 +71,19 @@ def make_env(
     if sandbox is not None and hasattr(env.unwrapped, "sandbox"):
         env.unwrapped.sandbox = sandbox
     return env
+
+
+def open_chat(cfg: Any, model_dir: str) -> ChatTemplate:
+    """The model's tokenizer and chat template, as the options of the template say.
+
+    Raises:
+        ConfigError: there is no tokenizer.
+    """
+    from agentrl.rollout.chat import ChatTemplate
+
+    return ChatTemplate(
+        model_dir, chat_template=template_source(cfg), variables=template_variables(cfg), date=template_date(cfg)
+    )
 
 
 def template_notes(chat: ChatTemplate, environments: Iterable[Any], *, training: bool) -> list[str]:

@@ -23,7 +23,6 @@ from agentrl.envs.tool_env import check_machine
 from agentrl.errors import AgentRLError, EngineError, EnvError
 from agentrl.evaluation.heldout import HeldOutSet, held_out_sets, run_set
 from agentrl.process import write_log_to
-from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.client import EngineClient
 from agentrl.rollout.conversation import EpisodeLimits
 from agentrl.rollout.setup import (
@@ -32,6 +31,7 @@ from agentrl.rollout.setup import (
     eval_params,
     has_gpu,
     make_env,
+    open_chat,
     rollout_params,
     template_notes,
 )
@@ -112,7 +112,7 @@ class RolloutManager:
 
     def _open_template(self) -> list[str]:
         """The chat template, tried out with the environment."""
-        self.chat = ChatTemplate(self.model_dir)
+        self.chat = open_chat(self.cfg, self.model_dir)
         if self.cfg.custom_generate_function_path is not None or not (self.cfg.env or self.cfg.prompt_data):
             return []
         env = make_env(*self.cfg.env_spec(), sandbox=self.cfg.sandbox)

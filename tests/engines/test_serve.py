@@ -101,7 +101,8 @@ def test_what_is_announced_can_be_pasted(capsys):
 
 
 def options(**changes):
-    return SimpleNamespace(**{"api_key": True, "host": "127.0.0.1", "tool_call_parser": "auto", **changes})
+    template = {"chat_template": None, "apply_chat_template_kwargs": ""}
+    return SimpleNamespace(**{"api_key": True, "host": "127.0.0.1", "tool_call_parser": "auto", **template, **changes})
 
 
 def test_a_key_is_given_or_made_for_a_terminal_or_asked_for(monkeypatch):

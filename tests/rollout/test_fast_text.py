@@ -1,4 +1,3 @@
-import json
 
 import numpy as np
 import pytest
@@ -36,8 +35,7 @@ def tokenizer(request):
         vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(["it's the cat that sat on café 2024, don't we?\n\n def f(x): return x"] * 5, trainer)
-    spec = json.loads(tokenizer.to_str())
-    return tokenizer, WordEncoder.of(tokenizer, spec), ByteDecoder.of(tokenizer, spec)
+    return tokenizer, WordEncoder.of(tokenizer), ByteDecoder.of(tokenizer)
 
 
 _TEXT = st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from("ab 1'\n\t.,é–中")), max_size=80)

@@ -308,7 +308,7 @@ def test_a_first_prompt_that_does_not_fit_is_nobodys_fault(run):
 
 def config(server, **changes):
     values = {"base_url": server.url, "model": None, "api_key_env": "TEST_KEY", "seed": 1, "rollout_concurrency": 4}
-    return SimpleNamespace(**{**values, "engine_timeout": 5.0, **changes})
+    return SimpleNamespace(**{**values, "engine_timeout": 5.0, "apply_chat_template_kwargs": "", **changes})
 
 
 def opened(run, cfg):

@@ -58,6 +58,7 @@ class SearchR1Env(QuestionEnv):
 
     show_passages = staticmethod(format_documents)
     call_format = "tags:search,answer"
+    trusted_roles = ("user",)  # the recipe's prompt names <think>; the questions are the author's
     max_turns = 5
     max_tool_output = 2000
     """Characters of the results, about the recipe's 500 tokens."""
