@@ -222,11 +222,10 @@ class Interpreter:
         except subprocess.TimeoutExpired:
             self.holder.kill()
             ended = self.holder.wait() >= 0
-        if not ended:  # the holder was killed: what it would have done, as far as it goes
-            if self._group is not None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self._group, signal.SIGKILL)
-            remove(self._folder)
+        if not ended and self._group is not None:  # the holder was killed: what it would have done, as far as it goes
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._group, signal.SIGKILL)
+        remove(self._folder)  # if that is still there
         self.forget()
 
     def forget(self) -> None:

@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from sandbox_sessions import Open, marked, ok, run
+from sandbox_sessions import Open, left, marked, ok, run
 
 from agentrl.errors import InfraError
 
@@ -96,8 +96,10 @@ def no_space(**_: str) -> None:
 def test_a_session_that_fails_after_code_has_run_is_the_episodes(open_process: Open, monkeypatch: pytest.MonkeyPatch):
     session = open_process()
     monkeypatch.setattr("agentrl.tools.sandbox.session.base_python", lambda: "/bin/false")
+    monkeypatch.setattr("secrets.token_hex", lambda _: "did-not-start")
     with pytest.raises(InfraError, match="did not start"):
         session.run("1")  # no code has run: nobody's fault
+    assert not left("did-not-start")
     monkeypatch.undo()
     monkeypatch.setattr("tempfile.mkdtemp", no_space)
     with pytest.raises(InfraError, match="No space left"):
