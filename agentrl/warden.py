@@ -15,6 +15,7 @@ project also ask the kernel to die with their parent, which covers them.
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import select
@@ -208,7 +209,7 @@ class Warden:
             process.wait(5.0)
         for message in self._messages:  # where it was killed at the very end
             if "temp_dir" in message:
-                shutil.rmtree(str(message["temp_dir"]), ignore_errors=True)
+                remove(str(message["temp_dir"]))
 
     def _spawn(self) -> None:
         """A process that knows all that was said so far."""
@@ -314,7 +315,15 @@ def _clean_up(recorded: set[Proc], temp_dirs: list[str], me: int) -> None:
 
     end_processes(with_children(), term_timeout=2.0, rescan=with_children)
     for path in temp_dirs:
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path)
+
+
+def remove(folder: str) -> None:
+    """Remove a temporary folder of a run, and the semaphores that bear its name: they live in shared memory."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for semaphore in glob.glob(f"/dev/shm/sem.{glob.escape(os.path.basename(folder))}-*"):
+        with contextlib.suppress(OSError):
+            os.unlink(semaphore)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentrl.config.foreign import ForeignField, megatron_fields, sglang_fields
@@ -40,6 +40,29 @@ SGLANG_OWNED = {
     "config": "write the keys into the table [sglang] of --config FILE",
 }
 """Server arguments that the run itself sets, with what to do in their place."""
+
+SGLANG_CODE = {
+    "trust_remote_code": "code of the model folder is run",
+    "custom_weight_loader": "a module that it names is imported",
+    "forward_hooks": "modules that it names are imported",
+    "sidecar": "a module that it names is run",
+    "unified_cache_external_linker_backend": "a module that it names is imported",
+    "unified_cache_external_linker_config": "a module that it names is imported",
+    "hicache_storage_backend_extra_config": "a module that it names is imported",
+    "enable_custom_logit_processor": "code that clients send is unpickled and run",
+    "trust_request_chat_template": "templates that clients send are rendered",
+    "tool_server": "tools run on this machine for whoever sends requests",
+}
+"""Server arguments by which code of others is run, and how."""
+
+
+def remote_code(sglang: Mapping[str, Any], allowed: bool) -> Iterator[str]:
+    """A problem for each argument of the server that runs code of others, unless that is ``allowed``."""
+    for name, value in sglang.items():
+        how = SGLANG_CODE.get(name.replace("-", "_"))
+        if how is not None and value not in (False, None) and not allowed:
+            flag = f"--sglang-{name.replace('_', '-')}"
+            yield f"{flag}: {how}. Give --allow-remote-code too if you trust where it comes from."
 
 
 def read_text(given: str, field: ForeignField, words: Sequence[str]) -> Any:

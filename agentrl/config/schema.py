@@ -321,6 +321,9 @@ class PassedOn:
 
     sglang: dict[str, Any] = field(default_factory=dict)
     """Arguments of the SGLang server: any `--sglang-NAME VALUE`, or the table `[sglang]` of a file."""
+    allow_remote_code: bool = False
+    """Take server arguments by which code of others is run, such as `--sglang-trust-remote-code`: the model folder's, a
+    named module's, what clients send."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from agentrl.config.architecture import not_computed
 from agentrl.config.derive import batch_rule
 from agentrl.config.fields import Option, options
 from agentrl.config.megatron_options import problems as megatron_problems
+from agentrl.config.passthrough import remote_code
 from agentrl.config.schema import Config, EvalConfig
 from agentrl.config.template import template_problems
 from agentrl.config.validate_eval import evaluated, rescored
@@ -79,6 +80,8 @@ def value_problems(config: Any) -> Iterator[str]:
             yield f"{option.flag}: expected one of {', '.join(option.choices)}, got {value!r}"
         elif option.range is not None and value not in option.range:
             yield f"{option.flag}: expected {_described(option)}, got {value!r}"
+    if isinstance(getattr(config, "sglang", None), dict):
+        yield from remote_code(config.sglang, config.allow_remote_code)
 
 
 def _described(option: Option) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from agentrl.errors import EngineError
 from agentrl.rollout.process import LOOPBACK_ENV, ServerProcess
+from agentrl.warden import Proc
 
 _BASE_BYTES = 900 << 20  # the three processes of an engine, measured (proportional set size)
 
@@ -214,6 +215,13 @@ class EngineProcess(ServerProcess):
                 "OMP_WAIT_POLICY": "PASSIVE",
             }
         return env
+
+    def needs(self, child: Proc) -> bool:
+        """Schedulers and detokenizer, by the names that SGLang gives its processes."""
+        try:
+            return Path(f"/proc/{child.pid}/cmdline").read_bytes().startswith(b"sglang::")
+        except OSError:
+            return False
 
     def explain(self, log_tail: str) -> str | None:
         text = log_tail.lower()

@@ -279,7 +279,7 @@ class EnginePool:
             tail = None
             while tail is None:
                 tail = await engine.call("wait", _WAIT_SLICE_S)
-            reason = f"its process ended:\n{tail}"
+            reason = f"its process, or one that it needs, ended:\n{tail}"
         except EngineError as error:
             reason = str(error)
         if place.engine is engine:

@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from agentrl.errors import EngineError
-from agentrl.warden import Proc, descendants, end_processes, scratch_folder
+from agentrl.warden import Proc, descendants, end_processes, is_running, scratch_folder
 
 API_KEY_ENV = "AGENTRL_API_KEY"
 OWNER_ENV = "AGENTRL_OWNER_PID"
@@ -117,6 +117,7 @@ class ServerProcess:
         self._log_dir = log_dir
         self._process: subprocess.Popen[bytes] | None = None
         self._tree: dict[int, Proc] = {}
+        self._needed: list[Proc] = []
         self._spawning = threading.Lock()
         self._ending = threading.Lock()
         self._stopped = False
@@ -135,6 +136,10 @@ class ServerProcess:
     def explain(self, log_tail: str) -> str | None:
         """What went wrong, in a sentence, where the log shows a known cause."""
         return None
+
+    def needs(self, child: Proc) -> bool:
+        """Whether the server, once it is healthy, serves nothing without this child."""
+        return False
 
     # State.
 
@@ -155,19 +160,26 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def wait(self, timeout: float) -> bool:
-        """Wait until the server ends by itself or ``timeout`` seconds passed; whether it ended. Costs no CPU."""
+        """Wait until the server, or a child it needs, ends by itself or ``timeout`` seconds passed; whether one ended.
+
+        Costs no CPU.
+        """
         process = self._process
         if process is None:
             return True
+        watched: list[int] = []
         try:
-            # Waits on a descriptor that becomes readable when the process ends; `Popen.wait` would poll.
-            watched = os.pidfd_open(process.pid)
+            for pid in (process.pid, *(proc.pid for proc in self._needed)):
+                # A descriptor that becomes readable when the process ends; `Popen.wait` would poll.
+                watched.append(os.pidfd_open(pid))
+            if not all(map(is_running, self._needed)):
+                return True
+            return bool(select.select(watched, [], [], timeout)[0])
         except ProcessLookupError:
             return True
-        try:
-            return bool(select.select([watched], [], [], timeout)[0])
         finally:
-            os.close(watched)
+            for descriptor in watched:
+                os.close(descriptor)
 
     def tree(self) -> list[Proc]:
         """The server and its descendants, as seen now or earlier, that may still be alive."""
@@ -276,7 +288,7 @@ class ServerProcess:
                     f"Log: {self.log_path}\n{self.log_tail()}"
                 )
             if self.is_healthy():
-                self.tree()
+                self._needed = [proc for proc in self.tree() if self.needs(proc)]
                 return True
             time.sleep(0.1)
         raise EngineError(
@@ -314,4 +326,5 @@ class ServerProcess:
             except subprocess.TimeoutExpired:
                 raise EngineError(f"{self.name}: process {process.pid} did not end after SIGKILL") from None
             self._process = None
+            self._needed = []
             self._tree.clear()

@@ -7,7 +7,7 @@ SGLang's server, unchanged, with what a run needs around it:
 - the API key from the environment (``AGENTRL_API_KEY``), never from the arguments, and shown as ``***``
   where SGLang logs its configuration;
 - every socket on loopback unless ``--host`` says otherwise: the rendezvous store of torch, which would
-  listen on all addresses, included;
+  listen on all addresses, included; an engine of one process has no store that listens at all;
 - death together with the process that started it;
 - one gloo device shared by all of SGLang's process groups: each would open a listening socket and run
   a thread that wakes up a hundred times a second;
@@ -15,10 +15,10 @@ SGLang's server, unchanged, with what a run needs around it:
 - tools of a chat request reach the chat template as the client sent them, as they do in training; SGLang would add an
   empty field to each, which a model has never seen;
 - files that SGLang keeps in ``/dev/shm`` are put into the engine's private temporary folder, which is
-  removed with the engine.
+  removed with the engine, and semaphores there get a name by which the warden finds them.
 
-The placeholders of the CPU backend are installed at import: child processes that are spawned import
-this module again.
+Child processes that are spawned, as on every CUDA machine, import this module again under another name: what has to
+hold in them too is done at import.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import gc
 import importlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import socket
 import sys
@@ -36,6 +37,7 @@ from typing import Any
 
 from agentrl.rollout import cpu_backend
 from agentrl.rollout.process import die_with_owner, take_api_key
+from agentrl.warden import SCRATCH_ENV
 
 cpu_backend.install()
 
@@ -43,13 +45,21 @@ LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def keep_store_on_loopback() -> None:
-    """Make torch's rendezvous server listen on loopback when that is the address it is given."""
+    """Make torch's rendezvous server listen on loopback when that is the address it is given.
+
+    It asks for no key. A world of one process needs none: its store stays in memory.
+    """
     # `torch.distributed.rendezvous` as an attribute is a function of that name.
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     store_class = rendezvous.TCPStore
 
     def store(host_name: str, port: int, *args: Any, **kwargs: Any) -> Any:
+        world_size = kwargs.get("world_size", args[0] if args else None)
         is_master = kwargs.get("is_master", args[1] if len(args) > 1 else False)
+        if is_master and world_size == 1:
+            from torch.distributed import HashStore
+
+            return HashStore()
         if is_master and host_name in LOOPBACK:
             listener = socket.create_server(("127.0.0.1", port), backlog=1024)
             kwargs["master_listen_fd"] = listener.detach()
@@ -103,6 +113,8 @@ def keep_shared_files_private() -> None:
 
     folder = tempfile.gettempdir()
     load_snapshot.shm_path_for = lambda name: os.path.join(folder, f"loads_{os.path.basename(name)}")
+    if run := os.environ.get(SCRATCH_ENV):
+        multiprocessing.current_process()._config["semprefix"] = f"/{os.path.basename(run)}"
 
 
 def redact_keys() -> None:
@@ -133,6 +145,14 @@ def leave_tools_as_sent() -> None:
     protocol.Tool.model_dump = without_empty
 
 
+def patch() -> None:
+    """What must hold in the server and in each of its children."""
+    leave_out_megatron()
+    keep_store_on_loopback()
+    share_gloo_device()
+    keep_shared_files_private()
+
+
 def main(argv: list[str]) -> None:
     """Serve until stopped. Raises SystemExit with SGLang's status."""
     die_with_owner()
@@ -142,9 +162,7 @@ def main(argv: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    keep_store_on_loopback()
-    share_gloo_device()
-    keep_shared_files_private()
+    patch()
     redact_keys()
     if cpu_backend.needed():
         cpu_backend.fork_children()
@@ -156,7 +174,6 @@ def main(argv: list[str]) -> None:
     if api_key is not None:
         server_args.api_key = api_key
     import_only_served_model(server_args.model_path)
-    leave_out_megatron()
     from sglang.srt.entrypoints import http_server  # noqa: F401  imported before the fork, for all
 
     leave_tools_as_sent()
@@ -168,6 +185,9 @@ def main(argv: list[str]) -> None:
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
+
+if __name__ == "__mp_main__":  # a child that was spawned
+    patch()
 
 if __name__ == "__main__":
     main(sys.argv[1:])

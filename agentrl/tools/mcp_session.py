@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from agentrl.errors import ConfigError, InfraError
+from agentrl.process import printable
+from agentrl.tools.redaction import redact
 from agentrl.tools.threads import LoopThread, ordinary
 
 logger = logging.getLogger(__name__)
@@ -299,7 +301,7 @@ class _Tail:
 
     def __str__(self) -> str:
         text = " ".join(b"".join(self._kept)[-self._size :].decode("utf-8", "replace").split())
-        return f"; it wrote: {text}" if text else ""
+        return f"; it wrote: {redact(printable(text), end=True)}" if text else ""
 
 
 def _cause(error: BaseException) -> str:

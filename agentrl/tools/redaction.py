@@ -39,6 +39,8 @@ def without_secrets(text: str) -> str:
     return _NAMED.sub(r"\1\2[secret]", _SECRET.sub("[secret]", text))
 
 
-def redact(text: str) -> str:
-    """``text``, shortened, without file paths of this machine and :func:`without_secrets`."""
-    return _PATH.sub("…", without_secrets(text[: 4 * MAX_LENGTH]))[:MAX_LENGTH]
+def redact(text: str, *, end: bool = False) -> str:
+    """The beginning (or ``end``) of ``text`` without file paths of this machine and :func:`without_secrets`."""
+    looked_at = text[-4 * MAX_LENGTH :] if end else text[: 4 * MAX_LENGTH]
+    clean = _PATH.sub("…", without_secrets(looked_at))
+    return clean[-MAX_LENGTH:] if end else clean[:MAX_LENGTH]

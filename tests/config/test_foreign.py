@@ -166,3 +166,21 @@ def test_owned_names_are_real():
     assert {name for name in passthrough.SGLANG_OWNED if name.replace("_", "-") not in foreign.sglang_fields()} == set()
     with pytest.raises(ConfigError):
         passthrough.megatron_field("--bf16", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("flags", "how"),
+    [
+        (["--sglang-trust-remote-code"], "code of the model folder is run"),
+        (["--sglang-custom-weight-loader", "mine.load"], "a module that it names is imported"),
+        (["--sglang-enable-custom-logit-processor"], "unpickled"),
+    ],
+)
+def test_options_that_run_code_of_others_need_leave(load, refused, flags, how):
+    assert how in refused(*flags) and "--allow-remote-code" in refused(*flags)
+    assert load(*flags, "--allow-remote-code").sglang
+
+
+def test_options_that_run_code_of_others_are_sglangs_own():
+    known = {field.name for field in foreign.sglang_fields().values()}
+    assert set(passthrough.SGLANG_CODE) <= known
