@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from agentrl.data.files import storage_errors
 from agentrl.errors import AgentRLError, WeightSyncError
 from agentrl.process import write_log_to
 from agentrl.trainer.watch import with_pulse
+from agentrl.warden import scratch_folder
 
 if TYPE_CHECKING:
     from agentrl.config.schema import Config
@@ -58,17 +60,21 @@ class TrainActor:
         self._sender_options = dict(sender or {})
         self._trainer: Any = None
         self._listener: socket.socket | None = None
+        self._folder: str | None = None
         self._failure: Exception | None = None
         self._sender: Any = None
         write_log_to(log_file, log_level, who=f"rank {rank}")
 
-    def address(self) -> tuple[str, int]:
-        """Rank 0: listen where the other ranks will meet this one; returns host and port."""
-        host = "127.0.0.1" if self._nodes == 1 else _node_address()
+    def meeting_point(self) -> str:
+        """Rank 0: where the other ranks will meet this one, for :meth:`start`."""
+        if self._nodes == 1:
+            self._folder = scratch_folder("ranks-")
+            return f"file://{self._folder}/store"
+        host = _node_address()
         self._listener = socket.create_server((host, 0), backlog=1024)
-        return host, self._listener.getsockname()[1]
+        return f"tcp://{host}:{self._listener.getsockname()[1]}"
 
-    def start(self, master_addr: str, master_port: int) -> None:
+    def start(self, init_method: str) -> None:
         """Join the other ranks and load the model. Heavy imports happen here."""
         os.environ["OMP_NUM_THREADS"] = str(self._options.get("threads", 1))
         # Threads that wait must sleep: spinning ones made a step 7 times slower on two cores shared with engines.
@@ -79,8 +85,7 @@ class TrainActor:
             self._trainer = MegatronTrainer(
                 self.rank,
                 self.world_size,
-                master_addr,
-                master_port,
+                init_method,
                 self._hf_checkpoint,
                 TrainerOptions(**self._options),
                 listener=self._listener,
@@ -157,6 +162,8 @@ class TrainActor:
             self._sender.abort()
         if self._trainer is not None:
             self._trainer.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class RankSender:
@@ -187,7 +194,7 @@ async def _awaited(ref: Any) -> Any:
 def create_ranks(
     cfg: Config, hf_checkpoint: str, placements: Sequence[Mapping[str, Any]], *, log_dir: str | Path | None = None
 ) -> list[Any]:
-    """Start all ranks as Ray actors and have them form their world; returns at once but for rank 0's address.
+    """Start all ranks as Ray actors and have them form their world; returns at once but for rank 0's answer.
 
     Rank 0 chooses where the others meet it. The first call to a rank waits until its model is loaded.
 
@@ -225,9 +232,9 @@ def create_ranks(
         )
         for rank, placement in enumerate(placements)
     ]
-    host, port = ray.get(ranks[0].address.remote(), timeout=START_TIMEOUT_S)
+    init_method = ray.get(ranks[0].meeting_point.remote(), timeout=START_TIMEOUT_S)
     for rank in ranks:
-        rank.start.remote(host, port)
+        rank.start.remote(init_method)
     return ranks
 
 

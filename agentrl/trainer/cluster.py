@@ -1,4 +1,4 @@
-"""Where a run's processes live: Ray, started closed, with one placement group for everything.
+"""Where a run's processes live: Ray, started closed, with placement groups for everything.
 
 With ``RAY_ADDRESS`` set (a cluster started by hand) the run joins it. Otherwise it starts a Ray of its
 own that listens on the loopback interface only, asks for a token made for this run, keeps its
@@ -11,12 +11,13 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import AgentRLError
+from agentrl.errors import AgentRLError, ConfigError
 from agentrl.warden import descendants
 
 log = logging.getLogger(__name__)
@@ -47,12 +48,47 @@ class Bundle:
     name: str
     num_cpus: float = 1.0
     num_gpus: float = 0.0
+    node: int | None = None
+    """Actors of one number share a node; those of different numbers never do. None: wherever there is room."""
+
+
+def check_nodes(nodes: int) -> None:
+    """Raises ConfigError when a Ray of our own, which has one node, would be asked for more."""
+    if nodes > 1 and not os.environ.get("RAY_ADDRESS"):
+        raise ConfigError(
+            f"--actor-num-nodes {nodes} asks for {nodes} machines, and without RAY_ADDRESS a run starts a Ray of its "
+            "own on this one. Start Ray on each machine and set RAY_ADDRESS, or give --actor-num-gpus-per-node the "
+            "number of all ranks."
+        )
+
+
+def placement(bundles: Sequence[Bundle]) -> tuple[list[list[dict[str, float]]], list[tuple[int, int]]]:
+    """Placement groups for the actors, and for each actor its group and its bundle there.
+
+    Actors of one node are one bundle of Ray's, which is never split. The first group holds those bundles; where they
+    are several, its strategy keeps them apart. The second holds all others.
+    """
+    nodes = sorted({b.node for b in bundles if b.node is not None})
+    together = [_sum(b for b in bundles if b.node == node) for node in nodes]
+    alone = [b for b in bundles if b.node is None]
+    groups = [together, [_sum([b]) for b in alone]]
+    places = [(0, nodes.index(b.node)) if b.node is not None else (1, alone.index(b)) for b in bundles]
+    if len(nodes) <= 1:  # nothing to keep apart: one group, which Ray can pack as a whole
+        places = [(0, i + len(nodes) * group) for group, i in places]
+        groups = [together + groups[1]]
+    return groups, places
+
+
+def _sum(bundles: Iterable[Bundle]) -> dict[str, float]:
+    bundles = list(bundles)
+    gpus = sum(b.num_gpus for b in bundles)
+    return {"CPU": sum(b.num_cpus for b in bundles)} | ({"GPU": gpus} if gpus else {})
 
 
 class Cluster:
-    """A started Ray with one placement group that holds a bundle for each actor of the run.
+    """A started Ray with room reserved for each actor of the run.
 
-    Use as a context manager: leaving it removes the placement group and ends a Ray of our own.
+    Use as a context manager: leaving it gives the room back and ends a Ray of our own.
 
     Args:
         bundles: what each actor asks for.
@@ -69,7 +105,8 @@ class Cluster:
         self.namespace = namespace
         self.temp_dir = temp_dir
         self.object_store_bytes = object_store_bytes
-        self._group: Any = None
+        self._groups: list[Any] = []
+        self._places: list[tuple[int, int]] = []
 
     def __enter__(self) -> Cluster:
         try:
@@ -117,14 +154,25 @@ class Cluster:
         self._reserve(ray)
 
     def _reserve(self, ray: Any) -> None:
-        shapes = [{"CPU": b.num_cpus} | ({"GPU": b.num_gpus} if b.num_gpus else {}) for b in self.bundles]
-        self._group = ray.util.placement_group(shapes, strategy="PACK")
-        if not self._group.wait(START_TIMEOUT_S):
+        shapes, self._places = placement(self.bundles)
+        nodes = len({bundle.node for bundle in self.bundles if bundle.node is not None})
+        alive = sum(node["Alive"] for node in ray.nodes())
+        if nodes > alive:
+            raise AgentRLError(
+                f"--actor-num-nodes {nodes} asks for {nodes} machines; the Ray cluster at "
+                f"{os.environ.get('RAY_ADDRESS')} has {alive}. Start Ray on the others, or ask for fewer."
+            )
+        self._groups = [
+            ray.util.placement_group(shape, strategy="STRICT_SPREAD" if nodes > 1 and number == 0 else "PACK")
+            for number, shape in enumerate(shapes)
+        ]
+        deadline = time.monotonic() + START_TIMEOUT_S
+        if not all(group.wait(max(1.0, deadline - time.monotonic())) for group in self._groups):
             total = ray.cluster_resources()
             raise AgentRLError(
-                f"Ray cannot place this run: asked for {_total(shapes)}, the cluster has "
-                f"CPU {total.get('CPU', 0):g}, GPU {total.get('GPU', 0):g}. Ask for fewer engines or ranks, or "
-                "add nodes."
+                f"Ray cannot place this run: asked for {_total(self.bundles)}, the cluster has "
+                f"CPU {total.get('CPU', 0):g}, GPU {total.get('GPU', 0):g} on {alive} machines. Ask for fewer engines "
+                "or ranks, or add nodes."
             )
 
     def options(self, index: int) -> dict[str, Any]:
@@ -132,11 +180,12 @@ class Cluster:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundle = self.bundles[index]
+        group, place = self._places[index]
         return {
             "num_cpus": bundle.num_cpus,
             "num_gpus": bundle.num_gpus,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                placement_group=self._group, placement_group_bundle_index=index
+                placement_group=self._groups[group], placement_group_bundle_index=place
             ),
         }
 
@@ -155,17 +204,17 @@ class Cluster:
         import ray
 
         if ray.is_initialized():
-            if self._group is not None and not self.is_local:
-                ray.util.remove_placement_group(self._group)
+            if not self.is_local:
+                for group in self._groups:
+                    ray.util.remove_placement_group(group)
             ray.shutdown()
-        self._group = None
+        self._groups = []
 
 
 def _to_log(data: dict[str, Any], **_: Any) -> None:
     log.info("Ray (%s): %s", data["pid"], "\n".join(data["lines"]))
 
 
-def _total(shapes: list[dict[str, float]]) -> str:
-    cpus = sum(s["CPU"] for s in shapes)
-    gpus = sum(s.get("GPU", 0.0) for s in shapes)
-    return f"CPU {cpus:g}, GPU {gpus:g} in {len(shapes)} bundles"
+def _total(bundles: Sequence[Bundle]) -> str:
+    whole = _sum(bundles)
+    return f"CPU {whole['CPU']:g}, GPU {whole.get('GPU', 0):g} for {len(bundles)} actors"

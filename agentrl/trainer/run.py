@@ -29,7 +29,7 @@ from agentrl.progress import Progress, before_after, clock, episode_panel, shown
 from agentrl.rollout.rehearsal import rehearse
 from agentrl.rollout.setup import engine_spec, has_gpu, make_env, scratch
 from agentrl.trainer.checkpoint import Checkpoint, CheckpointStore
-from agentrl.trainer.cluster import Bundle, Cluster
+from agentrl.trainer.cluster import Bundle, Cluster, check_nodes
 from agentrl.trainer.export import copy_model
 from agentrl.trainer.group import RolloutGroup, TrainerGroup
 from agentrl.trainer.loop import best_metrics, due, keep_best, training_loop
@@ -60,6 +60,7 @@ def train(cfg: Config) -> int:
         KeyboardInterrupt: after the same cleaning up.
     """
     cfg = with_absolute_paths(cfg)
+    check_nodes(cfg.actor_num_nodes)
     check_environment(cfg)
     if cfg.deterministic:
         # Of the processes to come: an environment may go through a set of strings.
@@ -236,7 +237,8 @@ def check_environment(cfg: Config) -> None:
 def bundles(cfg: Config) -> list[Bundle]:
     """What the run asks of Ray: ranks, engines, the manager, in this order."""
     gpu = has_gpu()
-    ranks = [Bundle(f"rank-{i}", 1, 1 if gpu else 0) for i in range(cfg.world_size)]
+    per_node = cfg.actor_num_gpus_per_node
+    ranks = [Bundle(f"rank-{i}", 1, 1 if gpu else 0, node=i // per_node) for i in range(cfg.world_size)]
     per_engine = cfg.rollout_num_gpus_per_engine if gpu else 0
     engines = [Bundle(f"engine-{i}", 1, per_engine) for i in range(cfg.rollout_num_engines or 1)]
     return [*ranks, *engines, Bundle("rollout-manager", 1)]

@@ -120,7 +120,7 @@ def test_the_environment_of_this_process_is_not_handed_on(monkeypatch):
 
 
 def test_a_server_that_dies_is_an_infrastructure_error_and_the_next_episode_has_another(tools, episode):
-    with pytest.raises(InfraError, match=r"is gone; it wrote: about to die of key \[secret\] in … \\\\x1b") as caught:
+    with pytest.raises(InfraError, match=r"is gone; it wrote: about to die: \[secret\] … \\x1b") as caught:
         episode("fail", how="die")
     assert str(caught.value).isprintable()
     again = Episode(tools)

@@ -24,7 +24,7 @@ def join(rank: int, world_size: int, listener: socket.socket, checkpoint: str, o
     if rank:
         listener.close()
     return MegatronTrainer(
-        rank, world_size, "127.0.0.1", port, checkpoint, options, listener=None if rank else listener
+        rank, world_size, f"tcp://127.0.0.1:{port}", checkpoint, options, listener=None if rank else listener
     )
 
 

@@ -27,7 +27,7 @@ def actor(checkpoint):
 
 
 def test_one_rank_trains_saves_and_walks_its_weights(actor, checkpoint, tmp_path):
-    actor.start(*actor.address())
+    actor.start(actor.meeting_point())
     assert actor.ready()
     batch = random_batch(6)
     assert actor.train(batch, num_steps=2)["train/steps"] == 2
@@ -50,7 +50,7 @@ def test_errors_are_those_of_the_start(tmp_path, actor):
         actor.ready()
     broken = TrainActor(0, 1, str(tmp_path), {})
     with pytest.raises(CheckpointError):
-        broken.start(*broken.address())
+        broken.start(broken.meeting_point())
     with pytest.raises(CheckpointError, match="config.json"):
         broken.ready()
     with pytest.raises(WeightSyncError, match="'destroy'"):

@@ -6,6 +6,7 @@ import datetime
 import os
 import socket
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -61,14 +62,15 @@ def check_layout(options: TrainerOptions, world_size: int) -> None:
 def initialize(
     rank: int,
     world_size: int,
-    master_addr: str,
-    master_port: int,
+    init_method: str,
     options: TrainerOptions,
     listener: socket.socket | None = None,
 ) -> Layout:
     """Join the world and build Megatron's groups. Every collective has ``options.timeout_s``.
 
-    ``listener`` is rank 0's socket when it already listens at ``master_port``.
+    ``init_method`` says where the ranks meet, as torch writes it: ``file:///path`` of a new file that all of them
+    reach, or ``tcp://host:port``, where ``listener`` is rank 0's socket if it listens already. A store on TCP asks
+    nobody for a key, so ranks on one machine meet in a file.
 
     Raises:
         ConfigError: the sizes do not fit ``world_size``, or the process already is in a world.
@@ -92,19 +94,11 @@ def initialize(
     if cpu.on_cpu():
         torch.set_num_threads(options.threads)
         # Ranks on one machine talk over loopback unless the operator chose an interface.
-        if master_addr in ("127.0.0.1", "localhost"):
+        if on_one_machine(init_method):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     else:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
-    store = dist.TCPStore(
-        master_addr,
-        master_port,
-        world_size,
-        is_master=rank == 0,
-        timeout=timeout,
-        wait_for_workers=False,
-        **({} if listener is None else {"master_listen_fd": listener.detach()}),
-    )
+    store = _store(rank, world_size, init_method, timeout, listener)
     dist.init_process_group(
         "gloo" if cpu.on_cpu() else "nccl",
         store=store,
@@ -132,6 +126,31 @@ def initialize(
         dp=parallel_state.get_data_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         cp=parallel_state.get_context_parallel_world_size(),
+    )
+
+
+def on_one_machine(init_method: str) -> bool:
+    """Whether ranks that meet there are all on this machine."""
+    where = urlsplit(init_method)
+    return where.scheme == "file" or where.hostname in ("127.0.0.1", "localhost")
+
+
+def _store(
+    rank: int, world_size: int, init_method: str, timeout: datetime.timedelta, listener: socket.socket | None
+) -> dist.Store:
+    where = urlsplit(init_method)
+    if where.scheme == "file":
+        store = dist.FileStore(where.path, world_size)
+        store.set_timeout(timeout)
+        return store
+    return dist.TCPStore(
+        where.hostname,
+        where.port,
+        world_size,
+        is_master=rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        **({} if listener is None else {"master_listen_fd": listener.detach()}),
     )
 
 

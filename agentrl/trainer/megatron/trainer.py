@@ -64,10 +64,10 @@ class MegatronTrainer:
 
     Args:
         rank, world_size: of this process.
-        master_addr, master_port: where rank 0 listens for the others.
+        init_method: where the ranks meet, as torch writes it; see :func:`parallel.initialize`.
         hf_checkpoint: directory the weights, the architecture and the tokenizer files come from.
         options: everything else.
-        listener: rank 0 only: a socket that already listens at ``master_port``.
+        listener: rank 0 only: a socket that already listens at the port of ``init_method``.
 
     Raises:
         ConfigError: sizes that do not fit, unknown Megatron options, an unknown architecture.
@@ -78,8 +78,7 @@ class MegatronTrainer:
         self,
         rank: int,
         world_size: int,
-        master_addr: str,
-        master_port: int,
+        init_method: str,
         hf_checkpoint: str | Path,
         options: TrainerOptions,
         *,
@@ -89,7 +88,7 @@ class MegatronTrainer:
         self.hf_checkpoint = Path(hf_checkpoint)
         hf_config = models.read_config(hf_checkpoint)
         models.check_overrides(options, hf_config)
-        self.layout = parallel.initialize(rank, world_size, master_addr, master_port, options, listener)
+        self.layout = parallel.initialize(rank, world_size, init_method, options, listener)
         try:
             self._build(hf_config)
         except BaseException:
