@@ -85,7 +85,7 @@ def run(rank: int, ranks: int, names: list[str], listeners: list[socket.socket],
         if rank:
             listener.close()
         trainer = MegatronTrainer(
-            rank, ranks, "127.0.0.1", port, checkpoint, options, listener=None if rank else listener
+            rank, ranks, f"tcp://127.0.0.1:{port}", checkpoint, options, listener=None if rank else listener
         )
         steps = [trainer.train(batch, num_steps=1) for _ in range(2)]
         results[name] = {key: [s[f"train/{key}"] for s in steps] for key in ("loss", "grad_norm", "kl_loss", "entropy")}

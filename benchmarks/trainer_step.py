@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -110,10 +109,8 @@ def measure(name: str, threads: int, repeats: int, max_tokens: int) -> dict:
     shape = SHAPES[name]
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(folder, shape)
-        listener = socket.create_server(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
         options = TrainerOptions(lr=1e-5, max_tokens_per_gpu=max_tokens, threads=threads)
-        trainer = MegatronTrainer(0, 1, "127.0.0.1", port, folder, options, listener=listener)
+        trainer = MegatronTrainer(0, 1, f"file://{folder}/store", folder, options)
     batch = make_batch(shape)
     bare = Bare(trainer, batch)
     trainer.train(batch)
