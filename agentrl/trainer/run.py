@@ -237,7 +237,7 @@ def check_environment(cfg: Config) -> None:
 def bundles(cfg: Config) -> list[Bundle]:
     """What the run asks of Ray: ranks, engines, the manager, in this order."""
     gpu = has_gpu()
-    per_node = cfg.actor_num_gpus_per_node
+    per_node = cfg.world_size // cfg.actor_num_nodes
     ranks = [Bundle(f"rank-{i}", 1, 1 if gpu else 0, node=i // per_node) for i in range(cfg.world_size)]
     per_engine = cfg.rollout_num_gpus_per_engine if gpu else 0
     engines = [Bundle(f"engine-{i}", 1, per_engine) for i in range(cfg.rollout_num_engines or 1)]

@@ -109,6 +109,24 @@ def test_interrupted_run_ends_clean_and_says_how_to_go_on(start, tmp_path, numbe
     assert command.left_behind() == []
 
 
+def test_a_rank_that_stands_still_ends_the_run_in_one_sentence(start, tmp_path):
+    run = tmp_path / "run"
+    command = start(
+        "train", "--env", "search", *SMALL, "--num-rollout", "500", "--save-interval", "1", "--eval-interval", "0",
+        "--rollout-health-check-timeout", "3", "--output-dir", str(run),
+    )  # fmt: skip
+    command.wait_until(lambda: (run / "checkpoints" / "step_000001").is_dir())
+    (rank,) = [p for p in command.seen if is_running(p) and "ray::TrainActor" in command_line(p.pid)]
+    send_signal(rank, signal.SIGSTOP)
+    assert command.wait(90) == 1, command.text[-3000:]
+    *_, advice, error = command.text.splitlines()
+    assert "agentrl train --load" in advice
+    assert error.startswith(f"error: trainer rank 0 (process {rank.pid}) gave no sign of life for")
+    assert "Traceback" not in command.text and "ray::" not in command.text
+    assert "Traceback" in (run / "logs" / "driver.log").read_text()
+    assert command.left_behind() == []
+
+
 @pytest.mark.parametrize("stage", ["run folder", "starting engines and trainer"])
 def test_ctrl_c_while_starting_leaves_nothing_behind(start, tmp_path, stage):
     command = start("train", "--env", "search", *SMALL, "--num-rollout", "1", "--output-dir", "run")

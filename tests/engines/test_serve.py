@@ -206,6 +206,18 @@ def test_outside_clients_use_it(served):
     assert "".join(d["function"].get("arguments") or "" for d in deltas) == call["function"]["arguments"]
 
 
+def router_of(served):
+    """Address and key of the router behind the gateway, as its process was given them."""
+    for process in descendants(served.process.pid):
+        proc = Path(f"/proc/{process.pid}")
+        words = proc.joinpath("cmdline").read_bytes().decode().split("\0")
+        if "agentrl.rollout.router" in words:
+            environ = dict(v.split("=", 1) for v in proc.joinpath("environ").read_text().split("\0") if "=" in v)
+            assert environ["AGENTRL_API_KEY"] != KEY
+            return f"http://127.0.0.1:{json.loads(words[-2])['port']}", environ["AGENTRL_API_KEY"]
+    raise AssertionError("no router")
+
+
 @pytest.mark.slow
 def test_a_server_gives_what_engines_give(served):
     """The same tasks, greedily: by tokens from the engine, and by messages from the very same engine."""
@@ -235,7 +247,7 @@ def test_a_server_gives_what_engines_give(served):
         return [group.trajectories[0] for group in groups]
 
     async def both():
-        async with EngineClient(served.url.removesuffix("/v1"), KEY) as engine:
+        async with EngineClient(*router_of(served)) as engine:
             by_tokens = await play(engine, ChatTemplate(str(demo_folder())))
         async with OpenAIClient(served.url, "demo", api_key=KEY) as server:
             reply = await server.complete(

@@ -79,3 +79,11 @@ def test_ranks_land_on_two_machines(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     where = json.loads(done.stdout.splitlines()[-1])
     assert where[0] == where[1] != where[2] == where[3]
+
+
+def test_the_deadline_of_collectives_is_that_of_the_flag():
+    from agentrl.trainer.megatron.options import TrainerOptions
+
+    cfg = load_config(["--env", "search", "--distributed-timeout-minutes", "5"])
+    assert TrainerOptions.from_config(cfg).timeout_s == 300.0
+    assert len(bundles(cfg)) == 3

@@ -88,9 +88,9 @@ class TrainerOptions:
     def from_config(cls, config: Any, **changes: Any) -> TrainerOptions:
         """Options from an object with attributes of the same names (the run's ``Config``).
 
-        ``rollout_temperature`` becomes ``temperature``, ``total_steps`` (optimizer steps of the run)
-        ``lr_decay_steps``; with ``use_dynamic_batch_size`` the micro-batch size does not count.
-        ``changes`` win over ``config``.
+        ``rollout_temperature`` becomes ``temperature``, ``distributed_timeout_minutes`` ``timeout_s``, ``total_steps``
+        (optimizer steps of the run) ``lr_decay_steps``; with ``use_dynamic_batch_size`` the micro-batch size does not
+        count. ``changes`` win over ``config``.
         """
         values = {
             f.name: getattr(config, f.name)
@@ -99,6 +99,8 @@ class TrainerOptions:
         }
         if getattr(config, "rollout_temperature", None) is not None:
             values["temperature"] = config.rollout_temperature
+        if getattr(config, "distributed_timeout_minutes", None) is not None:
+            values["timeout_s"] = 60.0 * config.distributed_timeout_minutes
         if getattr(config, "total_steps", None) is not None:
             values["lr_decay_steps"] = config.total_steps
         if getattr(config, "use_dynamic_batch_size", False):
