@@ -127,13 +127,20 @@ def test_a_rank_that_stands_still_ends_the_run_in_one_sentence(start, tmp_path):
     assert command.left_behind() == []
 
 
-@pytest.mark.parametrize("stage", ["run folder", "starting engines and trainer"])
-def test_ctrl_c_while_starting_leaves_nothing_behind(start, tmp_path, stage):
+@pytest.mark.parametrize(
+    ("stage", "number", "code"),
+    [
+        ("run folder", signal.SIGINT, 130),
+        ("run folder", signal.SIGTERM, 143),  # in the middle of Ray's start
+        ("starting engines and trainer", signal.SIGINT, 130),
+    ],
+)
+def test_ctrl_c_while_starting_leaves_nothing_behind(start, tmp_path, stage, number, code):
     command = start("train", "--env", "search", *SMALL, "--num-rollout", "1", "--output-dir", "run")
     command.wait_until(lambda: stage in command.text)
     time.sleep(0.5)
-    command.signal(signal.SIGINT)
-    assert command.wait(60) == 130, command.text[-3000:]
+    command.signal(number)
+    assert command.wait(60) == code, command.text[-3000:]
     assert "Traceback" not in command.text
     assert command.left_behind() == []
 
