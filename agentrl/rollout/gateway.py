@@ -91,6 +91,8 @@ class Gateway:
                 request.method, self._upstream + request.path, data=body, headers=headers
             ) as answer:
                 response = web.StreamResponse(status=answer.status, headers=_kept(answer.headers))
+                if answer.status == 200 and request.method == "GET":
+                    response.content_type = "application/json"  # the router says text, and clients then read none
                 await response.prepare(request)
                 async for piece in answer.content.iter_any():
                     await response.write(piece)

@@ -26,7 +26,7 @@ class Router:
         self.asked.append((request.method, request.path))
         self.keys.add(request.headers.get("Authorization"))
         if request.path != CHAT:
-            return web.json_response({"path": request.path})
+            return web.json_response({"path": request.path}, content_type="text/plain")  # as sglang-router
         body = await request.json()
         if body.get("break"):
             request.transport.abort()
