@@ -289,7 +289,6 @@ class ParallelOptions:
     recompute_activations: bool = False
     """Recompute MLPs in the backward pass in place of keeping their activations. More is saved, at the cost of a whole
     forward pass, by `--recompute-granularity full --recompute-method uniform --recompute-num-layers 1`."""
-    """Recompute activations in the backward pass in place of keeping them."""
     distributed_timeout_minutes: Positive = 30
     """Longest wait in minutes for a collective of the trainer's ranks; then the run ends."""
 
