@@ -192,7 +192,11 @@ def held_out_tasks(spec: str, env: Any, *, split: str = "test", limit: int | Non
             raise ConfigError(f"Split {split!r} of {spec!r} has no end: give --eval-tasks N.")
         return [drawn_held_out_task(spec, split, i) for i in range(limit)]
     if available < 1:
-        raise DataError(f"Environment {spec!r} has no tasks in split {split!r}.")
+        raise DataError(
+            f"Environment {spec!r} has no tasks in split {split!r}. Give it some (--env-arg test_data=FILE or "
+            "test_fraction=0.1, if `agentrl env show` lists it), evaluate on others (--eval-prompt-data NAME PATH, "
+            "--eval-env NAME), or not at all (--eval-interval 0)."
+        )
     chosen = range(available)
     if limit is not None and limit < available:
         chosen = sorted(np.random.default_rng(_HELD_OUT_ORDER).permutation(available)[:limit].tolist())

@@ -27,9 +27,8 @@ def task_index(env: ToolEnv, split: str, options: dict[str, Any] | None) -> int:
         others = [name for name in env.splits if env.num_tasks(name) != 0]
         has = f"It has some in {', '.join(map(repr, others))}. " if others else ""
         raise ConfigError(
-            f"{type(env).__name__} has no tasks in split {split!r}. {has}Give it some: `tasks`, or an "
-            "argument of the environment (--env-arg test_data=FILE or test_fraction=0.1, if `agentrl env show` lists "
-            "it); or evaluate on another set, with --eval-prompt-data or --eval-env."
+            f"{type(env).__name__} has no tasks in split {split!r}. {has}Name another split, or give it some: `tasks`, "
+            "or an argument of the environment that `agentrl env show` lists."
         )
     index = (options or {}).get("index")
     if index is None:

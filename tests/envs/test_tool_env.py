@@ -152,7 +152,7 @@ def test_a_task_of_no_known_form_is_the_authors_fault():
         ({"tasks": {"train": [{"question": "a"}]}}, r"Listed.tasks\['train'\]\[0\] must be a prompt"),
         (
             {"tasks": {"train": [("a", "b")]}},
-            r"no tasks in split 'test'. It has some in 'train'. Give it some: `tasks`",
+            r"no tasks in split 'test'. It has some in 'train'. Name another split",
         ),
     ],
 )

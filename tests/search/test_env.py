@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import agentrl
+from agentrl.data.tasks import held_out_tasks
 from agentrl.envs.search import SearchEnv, SearchR1Env
 from agentrl.envs.search import env as env_module
 from agentrl.envs.search.env import final_answer, format_passages, search_tool_schema, shared_retriever
@@ -286,3 +287,11 @@ def test_relative_files_are_those_of_the_working_directory(tmp_path, monkeypatch
         asked.append(env.reset(seed=0)[0])
         assert name in env.step('<tool_call>{"name": "search", "arguments": {"query": "person"}}</tool_call>')[0]
     assert asked == ["Who is one?", "Who is two?"]
+
+
+def test_data_without_held_out_tasks_says_what_to_do(tmp_path):
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"question": "Who?", "golden_answers": ["Ann"]}\n')
+    env = agentrl.make("search", train_data=str(data))
+    with pytest.raises(DataError, match=r"split 'test'. Give it some \(--env-arg test_data=FILE .*--eval-prompt-data"):
+        held_out_tasks("search", env, limit=4)
