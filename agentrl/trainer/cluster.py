@@ -105,6 +105,7 @@ class Cluster:
         self.namespace = namespace
         self.temp_dir = temp_dir
         self.object_store_bytes = object_store_bytes
+        self._ray: Any = None
         self._groups: list[Any] = []
         self._places: list[tuple[int, int]] = []
 
@@ -135,6 +136,7 @@ class Cluster:
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         import ray  # after the environment: Ray reads it when imported
 
+        self._ray = ray
         # Ray's own handlers would end this process in Ray's way, and its threads print what they hear of errors.
         ray._private.utils.set_sigterm_handler = lambda handler: None
         ray._private.worker.print_to_stdstream = _to_log
@@ -201,9 +203,8 @@ class Cluster:
 
     def stop(self) -> None:
         """End everything this object started. Safe to call twice."""
-        import ray
-
-        if ray.is_initialized():
+        ray = self._ray  # not imported here: a signal may have come in the middle of that
+        if ray is not None and ray.is_initialized():
             if not self.is_local:
                 for group in self._groups:
                     ray.util.remove_placement_group(group)

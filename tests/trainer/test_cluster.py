@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 
 from agentrl.config import load_config
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.process import Terminated, raise_on_signals
 from agentrl.trainer.cluster import Bundle, Cluster, placement
 from agentrl.trainer.run import bundles, train
 
@@ -48,12 +50,21 @@ def test_a_cluster_of_too_few_machines_is_refused(monkeypatch):
         cluster._reserve(ray)
 
 
+def test_a_signal_in_the_middle_of_rays_import_comes_through(monkeypatch):
+    cluster = Cluster([Bundle("rank-0")], namespace="x", temp_dir="/nowhere")
+    monkeypatch.setitem(sys.modules, "ray", None)  # importing it again would fail
+    monkeypatch.setattr(cluster, "start", lambda: signal.raise_signal(signal.SIGTERM))
+    with raise_on_signals(), pytest.raises(Terminated), cluster:
+        pass
+
+
 SCRIPT = """
 import json, os, sys
 from ray.cluster_utils import Cluster as Nodes
 nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 4})
 nodes.add_node(num_cpus=4)
 os.environ["RAY_ADDRESS"] = nodes.address
+from agentrl.process import Terminated, raise_on_signals
 from agentrl.trainer.cluster import Bundle, Cluster
 import ray
 
