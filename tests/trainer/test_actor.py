@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 
+from agentrl.config import load_config
 from agentrl.errors import AgentRLError, CheckpointError, WeightSyncError
 from agentrl.trainer.actor import RankSender, TrainActor, create_ranks
 from tests.trainer.samples import random_batch
 
-CONFIG = SimpleNamespace(
-    log_level="info",
-    lr=1e-3, max_tokens_per_gpu=200, micro_batch_size=1, use_dynamic_batch_size=True, dtype="auto", seed=0, threads=1,
-    rollout_temperature=0.9, total_steps=7, actor_num_nodes=1, update_weight_buffer_size=50_000, engine_timeout=60.0,
-    rollout_num_gpus_per_engine=1, ref_load=None, megatron={},
-)  # fmt: skip
+FLAGS = ("--env", "search", "--lr", "1e-3", "--max-tokens-per-gpu", "2048", "--threads", "1", "--seed", "0")
 
 
 @pytest.fixture
@@ -63,7 +58,7 @@ def test_two_ray_actors_form_a_world(checkpoint, tmp_path):
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        ranks = create_ranks(CONFIG, checkpoint, [{"num_cpus": 1}] * 2, log_dir=tmp_path)
+        ranks = create_ranks(load_config(FLAGS), checkpoint, [{"num_cpus": 1}] * 2, log_dir=tmp_path)
         assert ray.get([r.ready.remote() for r in ranks], timeout=150) == [True, True]
         batch = ray.put(random_batch(8))
         metrics = ray.get([r.train.remote(batch) for r in ranks], timeout=60)
