@@ -71,7 +71,8 @@ class Rollout:
         self.failed = FailedTasks(run_dir / "failed_tasks.json")
         self.evaluated: list[int] = []
 
-    async def start(self) -> None: ...
+    async def start(self) -> list[str]:
+        return []
 
     async def close(self, seconds: float) -> None: ...
 
