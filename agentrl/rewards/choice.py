@@ -12,7 +12,7 @@ from agentrl.rewards.text import normalize_answer
 LETTERS = "ABCDEFGHIJ"
 
 _SAID = re.compile(r"(?i:\b(?:answer|option|choice)\s*(?:is|:)?\s*)[*\s({\[\\a-z]{0,12}?([A-Z])\b")
-_ALONE = re.compile(r"\b([A-Z])\b")
+_ALONE = re.compile(r"\b([A-HJ-Z]|I(?!\s+\w|['’]))\b")  # not the I of "I think" or "I'm"
 
 
 def gpqa(text: str, answer: Any, row: Mapping[str, Any] | None = None) -> float:
@@ -35,10 +35,10 @@ def gpqa(text: str, answer: Any, row: Mapping[str, Any] | None = None) -> float:
     if right is None and answer is None:
         raise EnvError("the task has neither an answer nor metadata['correct_letter'].")
     given = [letter for pattern in (_ALONE, _SAID) for letter in pattern.findall(text) if letter in letters]
-    if given and right is not None:
-        return float(given[-1] == right)
-    wanted = choices[letters.index(right)] if choices and right is not None else str(answer)
-    return float(f" {normalize_answer(wanted)} " in f" {normalize_answer(text)} ")
+    if right is not None and (given or not choices):
+        return float(given[-1:] == [right])
+    wanted = normalize_answer(str(answer) if right is None else choices[letters.index(right)])
+    return float(wanted != "" and f" {wanted} " in f" {normalize_answer(text)} ")
 
 
 def _right_letter(answer: Any, letters: str, choices: Sequence[str]) -> str | None:

@@ -12,7 +12,8 @@ import httpx
 from agentrl.errors import ConfigError, InfraError
 
 ATTEMPTS = 6
-LONGEST_WAIT = 30.0
+FIRST_WAIT = 1.0
+"""Seconds before the second try; each further one waits twice as long."""
 MOST_BYTES = 1 << 20
 
 
@@ -25,7 +26,8 @@ class RemoteReward:
 
     Raises:
         ConfigError: ``url`` is no http address.
-        InfraError: No usable reply after several tries over about a minute; the episode is not scored.
+        InfraError: No usable reply in several tries with pauses of half a minute in all, or the request was refused
+            (a status 4xx other than 408 and 429); the episode is not scored.
     """
 
     name = "remote_rm"
@@ -42,14 +44,16 @@ class RemoteReward:
             try:
                 async with asyncio.timeout(self.timeout):
                     return await self._asked(request)
-            except (httpx.HTTPError, ValueError, TimeoutError) as error:
+            except (httpx.HTTPError, ValueError, RecursionError, TimeoutError) as error:
                 said = f"{type(error).__name__}: {error}" if str(error) else f"no reply within {self.timeout:g} s"
+                if _is_refusal(error):
+                    raise InfraError(f"the reward server {self.url} refuses the request: {said}") from error
             if attempt + 1 < ATTEMPTS:
-                await asyncio.sleep(min(2.0**attempt, LONGEST_WAIT))
+                await asyncio.sleep(FIRST_WAIT * 2**attempt)
         raise InfraError(f"the reward server {self.url} gave no reward in {ATTEMPTS} tries; the last time: {said}")
 
     async def _asked(self, request: dict[str, Any]) -> Any:
-        """One request. Raises httpx.HTTPError and ValueError."""
+        """One request. Raises httpx.HTTPError, and what a reply that is no JSON number or object raises."""
         async with (
             httpx.AsyncClient(timeout=self.timeout) as client,
             client.stream("POST", self.url, json=request, headers={"accept-encoding": "identity"}) as reply,
@@ -64,3 +68,11 @@ class RemoteReward:
         if isinstance(value, bool) or not isinstance(value, (int, float, dict)):
             raise ValueError(f"expected a number or an object of numbers, got {body[:80]!r}")
         return value
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether the same request would be refused again."""
+    if not isinstance(error, httpx.HTTPStatusError):
+        return False
+    status = error.response.status_code
+    return 400 <= status < 500 and status not in (408, 429)

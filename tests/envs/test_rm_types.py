@@ -57,6 +57,11 @@ def test_dapo_counts_the_last_answer_line(text, answer, worth):
         ("I do not know", "C", {"choices": ["x", "y", "z"], "correct_letter": "B"}, 0.0),
         ("The answer is C", "?", {"correct_letter": "c"}, 1.0),
         ("", "C", None, 0.0),
+        ("", "A", None, 0.0),
+        ("the", "a", None, 0.0),
+        ("", "the", {"choices": ["the", "an"]}, 0.0),
+        ("B, because I know it and I'm sure", "B", None, 1.0),
+        ("I.", "I", None, 1.0),
     ],
 )
 def test_gpqa_reads_the_chosen_letter(text, answer, metadata, worth):
@@ -92,7 +97,7 @@ def server():
 
 @pytest.fixture(autouse=True)
 def no_wait(monkeypatch):
-    monkeypatch.setattr(remote, "LONGEST_WAIT", 0.0)
+    monkeypatch.setattr(remote, "FIRST_WAIT", 0.0)
 
 
 def prompts(tmp_path, **settings):
@@ -115,12 +120,19 @@ async def test_a_server_may_give_parts_and_is_asked_again_after_a_fault(server):
     assert judged == {"right": 1.0, "brief": 0.5} and len(server.asked) == 4
 
 
-@pytest.mark.parametrize("body", [b"{", b"true", b'"1"', b"[1]", b"1" * (remote.MOST_BYTES + 1)])
+@pytest.mark.parametrize("body", [b"{", b"true", b'"1"', b"[1]", b"[" * 99_999, b"1" * (remote.MOST_BYTES + 1)])
 async def test_a_server_that_gives_no_number_is_not_the_models_fault(server, body):
     server.replies[:] = [(200, body)]
     with pytest.raises(InfraError, match="gave no reward in 6 tries"):
         await RewardSet(remote.RemoteReward(server.url))("text", "56", row={})
     assert len(server.asked) == remote.ATTEMPTS
+
+
+async def test_a_request_that_is_refused_is_not_sent_again(server):
+    server.replies[:] = [(429, b"later"), (404, b"no such path")]
+    with pytest.raises(InfraError, match="refuses the request: HTTPStatusError: .*404"):
+        await RewardSet(remote.RemoteReward(server.url))("text", "56", row={})
+    assert len(server.asked) == 2
 
 
 async def test_nan_from_a_server_is_refused(server):
