@@ -70,8 +70,9 @@ class Columns:
         row["answer"] = None if self.answer is None else record.get(self.answer)
         if self.compared:
             _check_answer(row["answer"], self.answer, record, where)
-        if not isinstance(record.get("task_id", ""), (str, int)):
-            raise DataError(f"{where}: 'task_id' must be text or a number, got {record['task_id']!r:.60}.")
+        own = record.get("task_id")
+        if own is not None and (own == "" or isinstance(own, bool) or not isinstance(own, (str, int))):
+            raise DataError(f"{where}: 'task_id' must be text or a whole number, got {own!r:.60}.")
         if self.metadata is not None:
             if self.metadata not in record:
                 raise DataError(f"{where}: no key {self.metadata!r}; the row has {_keys(record)}.")

@@ -59,8 +59,20 @@ def test_equal_rows_are_told_apart_and_equal_ids_refused(tmp_path):
     assert len(ids(data(tmp_path / "t.jsonl", [ROWS[1], ROWS[1], ROWS[2]]))[0]) == 3
     with pytest.raises(DataError, match=r"u.jsonl:2: the task_id 'x' is taken by .*u.jsonl:1"):
         ids(data(tmp_path / "u.jsonl", [{**row, "task_id": "x"} for row in ROWS]))
-    with pytest.raises(DataError, match=r"v.jsonl:1: 'task_id' must be text or a number"):
-        ids(data(tmp_path / "v.jsonl", [{**ROWS[0], "task_id": [1]}]))
+
+
+@pytest.mark.parametrize("own", [[1], 1.5, True, ""])
+def test_an_id_that_names_nothing_is_refused(tmp_path, own):
+    with pytest.raises(DataError, match=r"v.jsonl:1: 'task_id' must be text or a whole number"):
+        ids(data(tmp_path / "v.jsonl", [{**ROWS[0], "task_id": own}]))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_without_an_id_among_others_are_known_by_their_content(tmp_path, streaming):
+    rows = [{**ROWS[0], "task_id": "mine"}, {**ROWS[1], "task_id": None}]  # as a table has them
+    known, env = ids(data(tmp_path / "t.jsonl", rows), streaming=streaming)
+    assert list(known) == ["mine", content_hash([ROWS[1]["prompt"], ROWS[1]["label"]])]
+    assert [row["task_id"] for row in env.tasks["all"]] == list(known)
 
 
 def test_rows_written_in_python_are_known_by_their_content_too():
