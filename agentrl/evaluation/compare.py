@@ -109,7 +109,7 @@ def _compare_set(name: str, a: EvalResult, b: EvalResult, intersect: bool, force
     prompts_a, prompts_b = (_prompts(result.sets[name]) for result in (a, b))
     for what, changed in (
         ("another seed or options", [t for t in common if task_key(tasks_a[t]) != task_key(tasks_b[t])]),
-        ("another prompt", [t for t in common if prompts_a.get(t, 0) != prompts_b.get(t, 0)]),
+        ("another prompt", [t for t in common if t in prompts_a and prompts_b.get(t, prompts_a[t]) != prompts_a[t]]),
     ):
         if changed:
             text = f"{name}: {len(changed)} tasks have the same id but {what} ({_examples(changed)})"
@@ -162,13 +162,17 @@ def _tasks(trajectories: Sequence[Trajectory]) -> dict[str, Task]:
     return {t.task.task_id: t.task for t in trajectories}
 
 
-def _prompts(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, Any]]:
-    """Task -> agent -> what it was asked: the messages before its first turn."""
-    asked: dict[str, dict[str, Any]] = defaultdict(dict)
-    for trajectory in trajectories:
-        messages = list(takewhile(lambda m: m.get("role") != "assistant", trajectory.messages))
-        if messages:  # an episode that failed in its reset has none
-            asked[trajectory.task.task_id].setdefault(trajectory.agent, messages)
+def _prompts(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    """Task -> what was asked: the messages before the first turn.
+
+    Not of tasks whose every episode failed in its reset, nor of several agents: what one of these is asked may depend
+    on what another did.
+    """
+    asked: dict[str, list[Any]] = {}
+    for episode in by_episode(trajectories):
+        messages = list(takewhile(lambda m: m.get("role") != "assistant", episode[0].messages))
+        if messages and len(episode) == 1:
+            asked.setdefault(episode[0].task.task_id, messages)
     return asked
 
 
@@ -209,7 +213,7 @@ def _check_content(name: str, a: EvalResult, b: EvalResult, force: bool) -> list
     notes = []
     if "data_digest" in changed and all(described.get("env") == PROMPT_ENV for described in of_set):
         changed.remove("data_digest")  # rows are known by their own ids, and what was asked is compared
-        notes.append("the data files differ; tasks are paired by id, and their prompts are the same")
+        notes.append("the data files differ; tasks are paired by id, and their prompts are compared, not their answers")
     if changed:
         listed = "; ".join(_difference(key, of_set[0].get(key), of_set[1].get(key)) for key in changed)
         if not force:

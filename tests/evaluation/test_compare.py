@@ -11,7 +11,7 @@ from agentrl.cli.main import main
 from agentrl.data.records import to_record
 from agentrl.data.store import TrajectoryStore
 from agentrl.evaluation.compare import mcnemar, paired_binary, paired_means, sign_flip
-from agentrl.types import StopReason, Task, Trajectory
+from agentrl.types import StopReason, Task, Trajectory, replace
 
 
 def episode(task, success, *, sample=0, agent=None, error=None, reward=None, seed=0, env="search"):
@@ -184,6 +184,22 @@ def test_errors_are_beside_the_score(tmp_path, capsys):
     assert result["left_out"] == {"not scored in one of the runs (infrastructure errors)": ["search/test/1"]}
     main(["compare", a, b])
     assert "1 task left out, not scored in one of the runs" in capsys.readouterr().out
+
+
+def test_an_episode_that_failed_in_its_reset_has_no_prompt_that_could_differ(tmp_path, capsys):
+    failed = replace(episode(2, 0, error="no reset"), messages=[])
+    a = write(tmp_path / "a", episode(0, 0), episode(1, 1), failed)
+    b = scores(tmp_path / "b", [0, 1, 1])
+    for one, other in ((a, b), (b, a)):
+        assert compared(capsys, one, other)["search"]["n_tasks"] == 2
+
+
+def test_what_an_agent_is_asked_may_depend_on_the_others(tmp_path, capsys):
+    def run(name, move):
+        second = replace(episode(0, 1, agent="b"), messages=[{"role": "user", "content": f"a plays {move}"}])
+        return write(tmp_path / name, episode(0, 1, agent="a"), second)
+
+    assert compared(capsys, run("a", "rook"), run("b", "king"))["search"]["n_tasks"] == 1
 
 
 def test_an_episode_of_several_agents_counts_once(tmp_path, capsys):
