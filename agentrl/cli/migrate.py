@@ -24,11 +24,14 @@ def run(argv: Sequence[str]) -> int:
     """Print the command; returns the exit code."""
     if len(argv) != 1 or argv[0].startswith("-"):
         raise ConfigError("agentrl migrate takes one launch script of slime: agentrl migrate run.sh")
-    program, flags = read_script(Path(argv[0]).expanduser())
+    program, flags, absent = read_script(Path(argv[0]).expanduser())
     translations = translate(program, flags)
-    width = min(max((len(str(t.given)) for t in translations), default=0), 44)
+    given = [str(t.given).replace("\n", " ") for t in translations]
+    width = min(max(map(len, given), default=0), 44)
     print(f"# {argv[0]} for agentrl. What became of each flag:")
-    for t in translations:
-        print(f"#   {str(t.given):<{width}}  {'' if t.kept else 'left out: '}{t.remark}")
+    for flag, t in zip(given, translations, strict=True):
+        print(f"#   {flag:<{width}}  {'' if t.kept else 'left out: '}{t.remark}")
+    for name in absent:
+        print(f"#   {name:<{width}}  set nowhere in the script, nor in files that it sources and that are here")
     print(" \\\n    ".join(["agentrl train", *(str(t.kept) for t in translations if t.kept is not None)]))
     return 0

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 _ONE_SET_OF_DEVICES = "trainer and engines on the same devices"
 _REPLAY = "training on a stored rollout"
+_TIS = "importance-sampling correction"
 
 NOT_AVAILABLE = {
     "colocate": _ONE_SET_OF_DEVICES,
@@ -24,7 +25,10 @@ NOT_AVAILABLE = {
     "update-weights-interval": "asynchronous training",
     "max-staleness": "asynchronous training",
     "kl-coef": "KL divergence as part of the reward (as part of the loss: --use-kl-loss)",
-    "use-tis": "importance-sampling correction",
+    "use-tis": _TIS,
+    "tis-clip": _TIS,
+    "tis-clip-low": _TIS,
+    "tis-level": _TIS,
     "auto-resume": "restarting by itself (--load RUN continues a run)",
     "gamma": "PPO",
     "lambd": "PPO",
@@ -41,7 +45,7 @@ NOT_AVAILABLE = {
 }
 """Flags (without dashes) that users of slime know and that later versions will take, with what they are for."""
 
-_FROM_CHECKPOINT = "the model's shape is read from the checkpoint's config.json"
+FROM_CHECKPOINT = "the model's shape is read from the checkpoint's config.json"
 
 IMPLIED = {
     "use-fault-tolerance": "dead engines are always replaced",
@@ -55,16 +59,18 @@ IMPLIED = {
     "loss-mask-type": "loss masks come from the token ledger, whatever the template",
     "megatron-to-hf-mode": "checkpoints are read and written in Hugging Face form",
     "train-backend": "the trainer is Megatron-core",
-    "swiglu": _FROM_CHECKPOINT,
-    "vocab-size": _FROM_CHECKPOINT,
-    "make-vocab-size-divisible-by": _FROM_CHECKPOINT,
-    "disable-bias-linear": _FROM_CHECKPOINT,
-    "group-query-attention": _FROM_CHECKPOINT,
-    "untie-embeddings-and-output-weights": _FROM_CHECKPOINT,
-    "use-rotary-position-embeddings": _FROM_CHECKPOINT,
-    "position-embedding-type": _FROM_CHECKPOINT,
-    "max-position-embeddings": _FROM_CHECKPOINT,
-    "seq-length": _FROM_CHECKPOINT,
+    "swiglu": FROM_CHECKPOINT,
+    "vocab-size": FROM_CHECKPOINT,
+    "make-vocab-size-divisible-by": FROM_CHECKPOINT,
+    "disable-bias-linear": FROM_CHECKPOINT,
+    "group-query-attention": FROM_CHECKPOINT,
+    "untie-embeddings-and-output-weights": FROM_CHECKPOINT,
+    "use-rotary-position-embeddings": FROM_CHECKPOINT,
+    "position-embedding-type": FROM_CHECKPOINT,
+    "max-position-embeddings": FROM_CHECKPOINT,
+    "seq-length": FROM_CHECKPOINT,
+    "post-self-attn-layernorm": FROM_CHECKPOINT,
+    "post-mlp-layernorm": FROM_CHECKPOINT,
 }
 """Flags of slime that ask for what is so here anyway: accepted with a note, whatever stands behind them."""
 

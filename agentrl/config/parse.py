@@ -249,6 +249,8 @@ def _put_key(config_class: type, given: Given, key: str, source: str, value: Any
         _put_typed(given, fields[name], source, value)
     elif name.startswith("sglang_") and "sglang" in fields:
         _put_typed(given, fields["sglang"], source, {name[len("sglang_") :]: value})
+    elif "megatron" in fields and (reason := implied(name.replace("_", "-"), [str(value)])) is not None:
+        given.notes.append(f"{source} has no effect: {reason}.")
     elif "megatron" in fields and passthrough.megatron_field(source, name) is not None:
         _put_typed(given, fields["megatron"], source, {name: value})
     else:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from agentrl.config.fields import options
 from agentrl.config.megatron_options import CHECKPOINT
-from agentrl.config.names import ADVICE, IMPLIED, NOT_AVAILABLE, implied, renamed
+from agentrl.config.megatron_options import problems as megatron_problems
+from agentrl.config.names import ADVICE, FROM_CHECKPOINT, NOT_AVAILABLE, implied, renamed
 from agentrl.config.parse import parse_flags
 from agentrl.config.schema import Config
 from agentrl.errors import ConfigError
@@ -18,9 +19,13 @@ from agentrl.errors import ConfigError
 _END = "\n"
 _PROGRAM = re.compile(r"(?:.*/)?(train(?:_async)?\.py)$")
 _EXPANDED = re.compile(r"\$\{(\w+)\[[@*]\]\}$")
+_INSIDE = r"[^()]*+"
+for _ in range(4):
+    _INSIDE = rf"(?:[^()]|\({_INSIDE}\))*+"
+_COMMAND = re.compile(rf"\$\({_INSIDE}\)|`[^`]*`")
+"""A command or a sum whose output stands in the script's place, with others inside it."""
+_HELD = re.compile("\ue000(\\d+)\ue001")
 _ROOM_FOR_PROMPTS = 4096
-_SHAPE = {*CHECKPOINT, "norm_epsilon", "num_moe_experts", "moe_router_topk"}
-"""Megatron's options that follow from a checkpoint's ``config.json``."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,11 @@ class Translation:
     remark: str
 
 
-def read_script(path: Path) -> tuple[str, list[Flag]]:
-    """``(program, flags)`` of the last call of slime's ``train.py`` or ``train_async.py`` in a shell script.
+def read_script(path: Path) -> tuple[str, list[Flag], list[str]]:
+    """``(program, flags, absent)`` of the last call of slime's ``train.py`` or ``train_async.py`` in a shell script.
 
     Arrays of the script are put in where the call names them, those of files that it sources too, where these are
-    there. Variables stay as they are written.
+    there; ``absent`` are those that are nowhere. Variables and commands in ``$(...)`` stay as they are written.
 
     Raises:
         ConfigError: The file cannot be read as a shell script, or calls neither.
@@ -61,13 +66,15 @@ def read_script(path: Path) -> tuple[str, list[Flag]]:
     behind = words[position + 1 :]
     ends = [n for n, word in enumerate(behind) if word and set(word) <= set(";&|()" + _END)]
     taken: list[str] = []
+    absent: list[str] = []
     for word in behind[: ends[0] if ends else None]:
         array = _EXPANDED.match(word)
         if array:
             taken += arrays.get(array[1], [])
+            absent += [] if array[1] in arrays else [word]
         elif not re.match(r"\d?[<>]", word):
             taken.append(word)
-    return program, _flags(taken)
+    return program, _flags(taken), absent
 
 
 def _words(path: Path, inside: tuple[Path, ...] = ()) -> Iterator[str]:
@@ -77,15 +84,18 @@ def _words(path: Path, inside: tuple[Path, ...] = ()) -> Iterator[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     text = re.sub(r"(?m)(^|\s)#.*$", r"\1", text).replace("\\\n", " ")
+    commands = [found[0] for found in _COMMAND.finditer(text)]
+    numbers = iter(range(len(commands)))
+    text = _COMMAND.sub(lambda _: f"\ue000{next(numbers)}\ue001", text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars="();&|" + _END)
     lexer.commenters, lexer.whitespace, lexer.whitespace_split = "", " \t\r", True
     try:
-        words = list(lexer)
+        words = [_HELD.sub(lambda n: commands[int(n[1])], word) for word in lexer]
     except ValueError as error:
         raise ConfigError(f"{path}: not a shell script that can be read: {error}") from None
     for before, word in zip([_END, *words], words, strict=False):
         if before in ("source", "."):
-            sourced = Path(re.sub(r"\$\{?\w*DIR\w*\}?", str(path.parent), word))
+            sourced = Path(re.sub(r"\$\{?\w*DIR\w*\}?|^\$\(.*\)", lambda _: str(path.parent), word))
             if sourced.is_file() and sourced not in inside:
                 yield from (_END, *_words(sourced, (*inside, path)), _END)
                 continue
@@ -129,7 +139,9 @@ def translate(program: str, flags: Sequence[Flag]) -> list[Translation]:
 def _translated(flag: Flag, given: dict[str, Flag]) -> Translation:
     name, words = flag.name, flag.words
     known = {option.flag[2:] for option in options(Config).values()}
-    reason = IMPLIED["swiglu"] if name.replace("-", "_") in _SHAPE else implied(name, words)
+    right = None if name in known else renamed(name, known)
+    new, *value = right[2:].split() if right else [name]
+    reason = FROM_CHECKPOINT if new.replace("-", "_") in CHECKPOINT else implied(name, words)
     if reason is not None:
         return Translation(flag, None, f"needless: {reason}")
     if name == "colocate":
@@ -153,17 +165,16 @@ def _translated(flag: Flag, given: dict[str, Flag]) -> Translation:
     if name == "custom-generate-function-path" and words:
         place = re.sub(r"\.(\w+)$", r":\1", words[0]) if ":" not in words[0] else words[0]
         return Translation(flag, Flag(name, (place,)), "the function is called as generate(ctx), see docs/training.md")
-    right = renamed(name, known)
-    if right is not None and name not in known:
-        new, *value = right[2:].split()
+    if right is not None:
         return _checked(flag, Flag(new, tuple(value) or words), f"called {right} here")
     return _checked(flag, flag, "the same here")
 
 
 def _checked(flag: Flag, kept: Flag, remark: str) -> Translation:
     """``kept``, unless `agentrl train` would not take it. A variable may hold anything, so it is not looked at."""
-    unknown = any("$" in word for word in kept.words)
-    problems = parse_flags(Config, [f"--{kept.name}", *kept.words])[0].problems
+    unknown = any(re.search(r"[$`]", word) for word in kept.words)
+    read = parse_flags(Config, [f"--{kept.name}", *kept.words])[0]
+    problems = [*read.problems, *megatron_problems(read.values.get("megatron", {}), {})]
     if problems and not (unknown and "expected" in problems[0]):
         return Translation(flag, None, problems[0])
     return Translation(flag, kept, remark)
@@ -184,7 +195,11 @@ def _added(given: dict[str, Flag]) -> Iterator[Translation]:
 
 
 def quoted(word: str) -> str:
-    """A word for a shell; variables in it are still expanded."""
-    if "$" not in word:
+    """A word for a shell. Variables and commands in it are still expanded; a command alone may become several words."""
+    if _COMMAND.fullmatch(word):
+        return word
+    if not re.search(r"[$`]", word):
         return shlex.quote(word)
-    return '"' + re.sub(r'(["\\`])', r"\\\1", word) + '"'
+    ends = [0, *(end for found in _COMMAND.finditer(word) for end in found.span()), len(word)]
+    parts = [word[first:end] for first, end in zip(ends, ends[1:], strict=False)]  # text, command, text, ...
+    return '"' + "".join(p if n % 2 else re.sub(r'(["\\`])', r"\\\1", p) for n, p in enumerate(parts)) + '"'

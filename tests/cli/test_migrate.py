@@ -134,6 +134,38 @@ def test_asynchronous_training_is_said(migrate):
     assert words == ["agentrl", "train", "--lr", "1e-6"] and "synchronously" in remarks["--async"]
 
 
+def test_a_command_in_a_value_ends_neither_the_array_nor_the_call(migrate, tmp_path, capsys):
+    words, _ = migrate(
+        'ARGS=(\n --lr-warmup-steps $(nproc) # $(\n --seed $((2 * (1 + 2)))\n --lr 1e-6\n)\n'
+        'python train.py ${ARGS[@]} --wandb-project "a b$(basename "$PWD" .x)c" --num-rollout `echo 3` --max-turns 4\n'
+    )
+    main(["migrate", str(tmp_path / "run.sh")])
+    script = capsys.readouterr().out.replace("agentrl train", "printf '%s\\n'")
+    run = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=20, check=True, cwd=tmp_path)
+    said = run.stdout.splitlines()
+    assert said[0] == "--lr-warmup-steps" and said[1].isdecimal()
+    assert said[2:6] == ["--seed", "6", "--lr", "1e-6"]
+    assert said[6:] == ["--wandb-project", f"a b{tmp_path.name}c", "--num-rollout", "3", "--max-turns", "4"]
+
+
+def test_what_training_would_refuse_of_megatrons_options_is_left_out(migrate):
+    flags = "--num-experts 128 --moe-router-topk 8 --optimizer-cpu-offload --hidden-dropout 0.1"
+    taken = "--optimizer adam --attention-dropout 0.0"
+    words, remarks = migrate(f"python train.py {flags} {taken} --norm-epsilon 1e-6")
+    assert words == ["agentrl", "train", *taken.split()]
+    for flag in ("--num-experts", "--moe-router-topk"):
+        assert "left out" in remarks[flag] and "mixtures of experts cannot be trained yet" in remarks[flag]
+    assert "needless" in remarks["--norm-epsilon"]
+
+
+def test_an_array_that_is_set_nowhere_is_named(migrate, capsys, tmp_path):
+    migrate("source models/absent.sh\npython train.py ${ABSENT[@]} --train-env-vars '{\n}' --lr 1")
+    main(["migrate", str(tmp_path / "run.sh")])
+    out = capsys.readouterr().out
+    assert "#   ${ABSENT[@]}" in out and "set nowhere" in out
+    assert all(line.startswith(("#", "agentrl", "    --")) for line in out.splitlines())
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

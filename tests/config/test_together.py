@@ -61,6 +61,13 @@ def test_needless_flags_are_accepted_with_a_note(model, monkeypatch, capsys):
     assert sum(line.startswith("note: ") for line in said) == 6
 
 
+def test_needless_keys_of_a_file_are_accepted_with_a_note(model, tmp_path):
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"env": "search", "hf_checkpoint": model, "balance_data": True, "kl_coef": 0.0}))
+    resolved = resolve(Config, ["--config", str(file)])
+    assert [note.split(" has")[0] for note in resolved.notes] == [f"{file}: balance_data", f"{file}: kl_coef"]
+
+
 def test_notes_are_for_training_only(model):
     with pytest.raises(ConfigError, match="--swiglu"):
         load_eval_config(["--env", "search", "--hf-checkpoint", model, "--swiglu"])
