@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
@@ -94,11 +94,24 @@ def compare(
         DataError: there is nothing that can be compared; the text says what differs.
     """
     both = [name for name in a.sets if name in b.sets]
+    if not both:
+        b, both = _renamed(a, b)
     unknown = [name for name in sets if name not in both]
     if unknown or not both:
         what = f"set {unknown[0]!r} is not in both runs" if unknown else "the runs have no set in common"
         raise DataError(f"{what}: {a.path} has {', '.join(a.sets)}; {b.path} has {', '.join(b.sets)}.")
     return [_compare_set(name, a, b, intersect, force) for name in both if not sets or name in sets]
+
+
+def _renamed(a: EvalResult, b: EvalResult) -> tuple[EvalResult, list[str]]:
+    """``b`` with its set under the name of that of ``a``, where each has one file of prompts: names follow files."""
+    described = [(result.record.get("evaluation") or {}).get("sets", {}) for result in (a, b)]
+    of_prompts = (s.get("env") == PROMPT_ENV for sets in described for s in sets.values())
+    if not (len(a.sets) == len(b.sets) == 1 and all(len(s) == 1 for s in described) and all(of_prompts)):
+        return b, []
+    ((name, _),), (trajectories,), (of_set,) = a.sets.items(), b.sets.values(), described[1].values()
+    record = {**b.record, "evaluation": {**b.record["evaluation"], "sets": {name: of_set}}}
+    return replace(b, sets={name: trajectories}, record=record), [name]
 
 
 def _compare_set(name: str, a: EvalResult, b: EvalResult, intersect: bool, force: bool) -> SetComparison:
@@ -213,7 +226,10 @@ def _check_content(name: str, a: EvalResult, b: EvalResult, force: bool) -> list
     notes = []
     if "data_digest" in changed and all(described.get("env") == PROMPT_ENV for described in of_set):
         changed.remove("data_digest")  # rows are known by their own ids, and what was asked is compared
-        notes.append("the data files differ; tasks are paired by id, and their prompts are compared, not their answers")
+        notes.append(
+            "the data files differ; tasks are paired by id, and a prompt that is another one is refused. Whether rows "
+            "with a task_id of their own have the same answers is not known"
+        )
     if changed:
         listed = "; ".join(_difference(key, of_set[0].get(key), of_set[1].get(key)) for key in changed)
         if not force:

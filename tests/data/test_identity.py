@@ -131,9 +131,9 @@ def test_a_moved_file_holds_the_same_tasks(tmp_path):
         refuse_other(one, described(data(tmp_path / "b" / "v.jsonl", ROWS[1:])), tmp_path)
 
 
-def evaluation(folder, path, score):
+def evaluation(folder, path, score, name="t"):
     """An evaluation of every row of a file, with `score(prompt)` as success."""
-    config = load_eval_config(["--eval-prompt-data", "t", path, "--hf-checkpoint", "demo"])
+    config = load_eval_config(["--eval-prompt-data", name, path, "--hf-checkpoint", "demo"])
     (held_out,) = held_out_sets(config)
     folder.mkdir()
     lines = []
@@ -146,7 +146,7 @@ def evaluation(folder, path, score):
             messages=[{"role": "user", "content": prompt}, {"role": "assistant", "content": "x"}],
             stop_reason=StopReason.DONE, error=None, num_turns=1, agent="agent", info={"turns": []}, timings={},
         )  # fmt: skip
-        lines.append(json.dumps({**to_record(trajectory), "set": "t"}) + "\n")
+        lines.append(json.dumps({**to_record(trajectory), "set": name}) + "\n")
     (folder / "trajectories.jsonl").write_text("".join(lines))
     (folder / "run.json").write_text(json.dumps({"evaluation": identity(config, [held_out], {})}))
     return str(folder)
@@ -164,6 +164,14 @@ def test_comparison_pairs_the_same_questions_after_rows_were_added(tmp_path, cap
     assert main(["compare", a, b, "--intersect"]) == 0
     out = capsys.readouterr().out
     assert "the same in every task" in out and "the data files differ" in out
+
+
+def test_a_file_of_another_name_is_compared_with_it(tmp_path, capsys):
+    path = data(tmp_path / "t.jsonl", ROWS)
+    a, b = (evaluation(tmp_path / name, path, lambda prompt: "1" in prompt, name) for name in ("one", "other"))
+    assert main(["compare", a, b]) == 0
+    out = capsys.readouterr().out
+    assert "20 tasks" in out and "the same in every task" in out
 
 
 def test_comparison_says_when_a_question_changed_under_its_id(tmp_path, capsys):
