@@ -42,6 +42,8 @@ NOT_AVAILABLE = {
     "debug-rollout-only": "rollouts without a trainer (`agentrl eval --split train` plays and stores episodes)",
     "no-save-optim": "a checkpoint without the optimizer's state",
     "multimodal-keys": "images in prompts",
+    "loss-type": "another loss than that of the policy, such as supervised training",
+    "eps-clip-c": "a second clip of the ratio, for negative advantages",
 }
 """Flags (without dashes) that users of slime know and that later versions will take, with what they are for."""
 
@@ -59,6 +61,7 @@ IMPLIED = {
     "loss-mask-type": "loss masks come from the token ledger, whatever the template",
     "megatron-to-hf-mode": "checkpoints are read and written in Hugging Face form",
     "train-backend": "the trainer is Megatron-core",
+    "use-slime-router": "engines are always behind a router",
     "swiglu": FROM_CHECKPOINT,
     "vocab-size": FROM_CHECKPOINT,
     "make-vocab-size-divisible-by": FROM_CHECKPOINT,
@@ -131,6 +134,9 @@ ADVICE = {
     "tool-key": "Tools belong to the environment: a ToolEnv lists them in `tools`.",
     "rollout-top-k": "Training samples from all tokens, because log-probabilities are of the full softmax.",
     "rollout-stop-token-ids": "Give the text of these tokens to --rollout-stop.",
+    "eval-input-key": "Of one held-out set: --env-arg NAME.input_key=KEY, with the NAME of --eval-prompt-data.",
+    "eval-label-key": "Of one held-out set: --env-arg NAME.label_key=KEY, with the NAME of --eval-prompt-data.",
+    "save-retain-interval": "--keep-last N keeps the newest checkpoints, --best-metric the best one beside them.",
     "wandb-key": "Set the variable WANDB_API_KEY; a key on the command line can be read by everybody on the machine.",
     "wandb-group": "Set the variable WANDB_RUN_GROUP.",
     "wandb-team": "Set the variable WANDB_ENTITY.",

@@ -85,6 +85,8 @@ def test_notes_are_for_training_only(model):
         (("--eval-config", "x"), "--eval-prompt-data", "?"),
         (("--skip-eval-before-train",), "--no-eval-before-train", "?"),
         (("--sglang-server-concurrency", "512"), "--rollout-concurrency", "?"),
+        (("--save-retain-interval", "3"), "--keep-last", "save-interval"),
+        (("--eval-input-key", "q"), "--env-arg NAME.input_key=KEY", "?"),
         (("--num-epoch", "3"), "--num-rollout", "?"),
         (("--decoder-last-pipeline-num-layers", "3"), "--num-layers-in-last-pipeline-stage", "?"),
         (("--custom-rm-path", "pkg.mod.func", "--prompt-data", "x.jsonl"), "write pkg.mod:func", "?"),

@@ -19,6 +19,9 @@ from agentrl.tools.retrieval.passages import Passage
 
 log = logging.getLogger(__name__)
 
+_SAID_AFTER = 2
+"""Retries of one search before the log says that the server is away: under load some searches are sent again."""
+
 LONGEST_PAUSE = 10.0
 """Seconds between two attempts to reach a server that is away, at most (half as many again with jitter)."""
 
@@ -140,7 +143,8 @@ class HttpRetriever:
                     break
             finally:
                 self._slots.release()
-            self._is_away(problem)
+            if self.retries == _SAID_AFTER:
+                self._is_away(problem)
             seconds = pause * random.uniform(0.5, 1.5)
             if time.monotonic() + seconds >= deadline:
                 break
