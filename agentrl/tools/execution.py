@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.errors import EnvError, InfraError
+from agentrl.errors import EnvError, InfraError, is_authors
 from agentrl.tools.base import FunctionTool, Tool, ToolError, ToolErrorType, ToolResult
 from agentrl.tools.event_loop import HeldTooLong, attend, ours
 from agentrl.tools.parsers import clean_text
@@ -288,7 +288,11 @@ def _log_failure(call: ToolCall, error: Exception) -> None:
     kind = (call.name, type(error))
     level = logging.DEBUG if kind in _logged else logging.WARNING
     _logged.add(kind)
-    logger.log(level, "tool %r raised on %s", call.name, _BRIEF.repr(call.arguments), exc_info=error)
+    trace = error.__traceback__
+    while trace is not None and not is_authors(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next  # how the call came to the author's code tells nobody anything
+    shown = (type(error), error, trace or error.__traceback__)
+    logger.log(level, "tool %r raised on %s", call.name, _BRIEF.repr(call.arguments), exc_info=shown)
 
 
 def _failed(error: ToolError) -> ToolResult:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from pathlib import PurePosixPath
 
 import numpy as np
@@ -538,6 +539,18 @@ def test_whatever_a_tool_raises_is_one_short_line_without_paths_and_secrets(name
     result.observation.encode("utf-8")
     for hidden in ("/home", "id_rsa", "sk-abc", "hunter2", "abcdef123456", "Traceback"):
         assert hidden not in result.observation
+
+
+def test_the_log_of_a_failing_tool_begins_in_the_authors_code(caplog):
+    @tool
+    def breaks_here() -> str:
+        """Breaks."""
+        raise LookupError("gone")
+
+    run([ToolCall("breaks_here", {})], breaks_here)
+    (record,) = caplog.records
+    frames = traceback.extract_tb(record.exc_info[2])
+    assert [frame.name for frame in frames] == ["breaks_here"]
 
 
 JSON = st.recursive(
