@@ -151,8 +151,11 @@ def run_checks(make: Make, starting: Callable[[str], object] = str) -> Iterator[
         if result.outcome == "failed" and result.reason in failed:
             result = CheckResult(name, "skipped", f"fails for the same reason as {failed[result.reason]!r}")
         failed.setdefault(result.reason, name)
+        hangs, blocking = result.reason.startswith(_HANGS), _blocking(known)
+        if hangs and blocking.outcome == "failed":  # that is why, and no single call need hang
+            result = CheckResult(name, "skipped", f"was not done in time, see {BLOCKING!r}")
         yield result
-        if result.reason.startswith(_HANGS):
+        if hangs:
             break
     yield _blocking(known)
 
@@ -228,7 +231,7 @@ def _noted(env: Any) -> Any:
 def _noting_calls(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        _doing.append(f"{name} on {args[0]!r:.60}" if args else name)
+        _doing.append(f"{name} on {_brief(args[0])}" if args else name)
         return method(*args, **kwargs)
 
     return call
@@ -274,7 +277,7 @@ def _check_any_text(make: Make) -> str:
         except CheckFailed:
             raise
         except Exception as error:
-            raise CheckFailed(f"step raised on {action!r:.60}: {_described(error)}") from error
+            raise CheckFailed(f"step raised on {_brief(action)}: {_described(error)}") from error
         if len(info["messages"]) > len(start) and info["messages"][: len(start)] == start:
             raise CheckFailed("info['messages'] after a step repeats the conversation; it holds the new messages only")
         if terminated or truncated:
@@ -495,6 +498,11 @@ def _differing(a: Any, b: Any, length: int = 60) -> tuple[str, str]:
         return one[:length], other[:length]
     begin = same - length // 3
     return f"…{one[begin : begin + length]}", f"…{other[begin : begin + length]}"
+
+
+def _brief(action: Any) -> str:
+    text = repr(action)
+    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def _described(error: BaseException) -> str:

@@ -317,6 +317,20 @@ def test_a_coroutine_that_blocks_fails(monkeypatch):
     assert len(failed) == 1 and "Blocks.astep (test_checker.py:" in failed[0].reason
 
 
+def test_a_check_that_blocking_coroutines_hold_up_does_not_call_them_hanging(monkeypatch):
+    monkeypatch.setattr(event_loop, "HELD_SECONDS", 0.02)
+    monkeypatch.setattr(checker, "CHECK_SECONDS", 0.3)
+
+    class Slow(Good):
+        async def astep(self, action: str) -> Any:
+            time.sleep(0.05)
+            return "No.", 0.0, False, False, {}
+
+    report = check_env(Slow)
+    assert [r.name for r in report.failed] == ["never blocks"]
+    assert report.results[-2].reason == "was not done in time, see 'never blocks'"
+
+
 def test_long_texts_are_shown_where_they_differ():
     one, other = checker._differing("a" * 200 + "1" + "b" * 200, "a" * 200 + "2" + "b" * 200)
     assert "a1b" in one and "a2b" in other and len(one) < 70
