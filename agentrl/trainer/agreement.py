@@ -48,7 +48,7 @@ def refuse(metrics: Mapping[str, float], stop: float) -> None:
     )
 
 
-class Watch:
+class AgreementWatch:
     """Warns of a difference once when it rises above the bound, and again only after it was below."""
 
     def __init__(self, warn: float):

@@ -15,15 +15,15 @@ from rich.text import Text
 from agentrl.data.rundir import scalars_of
 from agentrl.progress import Progress
 from agentrl.rollout.setup import has_gpu
-from agentrl.trainer.agreement import Bounds, Watch
+from agentrl.trainer.agreement import AgreementWatch, Bounds
 from agentrl.trainer.checkpoint import Best
+from agentrl.trainer.notices import Lasting, nothing_to_learn
 
 if TYPE_CHECKING:
     from agentrl.config.schema import Config
     from agentrl.data.rundir import RunDir
     from agentrl.trainer.checkpoint import CheckpointStore
     from agentrl.trainer.group import RolloutGroup, TrainerGroup
-from agentrl.trainer.notices import Lasting, nothing_to_learn
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ async def training_loop(
     progress: Progress,
 ) -> None:
     """Train from rollout ``start`` to ``cfg.num_rollout``."""
-    watch = Watch(Bounds.of(cfg, gpu=has_gpu()).warn)
+    watch = AgreementWatch(Bounds.of(cfg, gpu=has_gpu()).warn)
     progress.stage("syncing weights")
     synced = await rollout.update_weights(trainer, start)
     keep_best(cfg, checkpoints=checkpoints, run=run, progress=progress)

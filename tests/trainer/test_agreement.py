@@ -11,7 +11,7 @@ import torch
 
 from agentrl.config import Config, load_config
 from agentrl.errors import DisagreementError
-from agentrl.trainer.agreement import LARGEST, MEAN, Bounds, Watch
+from agentrl.trainer.agreement import LARGEST, MEAN, AgreementWatch, Bounds
 from agentrl.trainer.megatron.options import TrainerOptions
 from tests.trainer.samples import random_batch
 
@@ -27,11 +27,11 @@ def test_bounds_follow_the_precision_unless_given():
 
 
 def test_a_rise_is_told_once():
-    watch = Watch(0.1)
+    watch = AgreementWatch(0.1)
     told = [watch.warning(n, {MEAN: m, LARGEST: 1.0}) for n, m in enumerate([0.0, 0.2, 0.3, 0.1, float("nan"), 0.2])]
     assert [bool(text) for text in told] == [False, True, False, False, True, False]
     assert "at step 1 " in told[1] and "0.2 nats" in told[1] and "--logprob-abs-diff-warn 0.1" in told[1]
-    assert Watch(0.0).warning(1, {MEAN: 9.0, LARGEST: 9.0}) is None
+    assert AgreementWatch(0.0).warning(1, {MEAN: 9.0, LARGEST: 9.0}) is None
 
 
 def test_a_batch_of_another_model_is_not_trained_on(make_trainer):
