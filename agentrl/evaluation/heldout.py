@@ -15,6 +15,7 @@ from agentrl.envs.prompt import PromptEnv
 from agentrl.envs.tool_env import check_machine
 from agentrl.errors import ConfigError
 from agentrl.evaluation.metrics import EvalSummary, summarize
+from agentrl.rollout.rehearsal import rehearse
 from agentrl.rollout.setup import make_env
 from agentrl.types import Task, Trajectory
 
@@ -88,6 +89,21 @@ def held_out_sets(cfg: Any, *, split: str = "test") -> list[HeldOutSet]:
     if not sets:
         raise ConfigError("nothing to evaluate on: give --env NAME, or --eval-prompt-data NAME PATH")
     return sets
+
+
+def held_out_environments(cfg: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Names and arguments of the environments of the held-out sets. None is made, no data is read."""
+    return [(wanted.spec, wanted.kwargs) for wanted in (*_environments(cfg, "test"), *_files(cfg))]
+
+
+def rehearse_set(cfg: Any, held_out: HeldOutSet) -> None:
+    """Play one episode of a set without a model, see :func:`~agentrl.rollout.rehearsal.rehearse`."""
+    rehearse(
+        lambda: make_env(held_out.spec, held_out.kwargs, tool_timeout=cfg.tool_timeout, sandbox=cfg.sandbox),
+        held_out.tasks[:2],
+        cfg.custom_generate_function_path,
+        held_out.name,
+    )
 
 
 def _environments(cfg: Any, split: str) -> list[_Wanted]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from agentrl.config.schema import EvalConfig
 from agentrl.errors import AgentRLError, CheckpointError
-from agentrl.rollout.setup import engine_spec, make_env, open_chat, template_notes
+from agentrl.rollout.setup import engine_spec, open_chat, template_notes
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,7 @@ async def open_policy(
     from agentrl.rollout.pool import EnginePool
 
     chat = open_chat(cfg, model)
-    acts_in = (make_env(*given, sandbox=cfg.sandbox) for given in environments)
-    about_template = template_notes(chat, acts_in, training=False)
+    about_template = template_notes(cfg, chat, environments, training=False)
     pool = EnginePool(
         engine_spec(cfg, model),
         cfg.rollout_num_engines or 1,

@@ -25,7 +25,7 @@ from agentrl.data.files import JsonLines, atomic_file, json_line, read_jsonl
 from agentrl.data.records import to_record
 from agentrl.data.rundir import RunDir
 from agentrl.errors import ConfigError
-from agentrl.evaluation.heldout import HeldOutSet, held_out_sets
+from agentrl.evaluation.heldout import HeldOutSet, held_out_sets, rehearse_set
 from agentrl.evaluation.metrics import EvalSummary, by_episode, is_error, is_whole, summarize
 from agentrl.evaluation.play import POLL_SECONDS, Admission, plan, play_set
 from agentrl.evaluation.policy import Policy, described, model_folder, model_identity, open_policy, settled
@@ -34,8 +34,7 @@ from agentrl.evaluation.report import Report, warnings_before
 from agentrl.evaluation.results import SUMMARY, TRAJECTORIES, read_episodes, read_summaries
 from agentrl.process import cancel_on_signals, write_log_to
 from agentrl.progress import Progress, shown
-from agentrl.rollout.rehearsal import rehearse
-from agentrl.rollout.setup import make_env, scratch
+from agentrl.rollout.setup import scratch
 from agentrl.types import Trajectory, replace
 from agentrl.warden import Warden
 
@@ -197,15 +196,9 @@ class Session:
 
     def rehearse(self) -> None:
         """Play one episode of each set without a model, so that what is wrong with its code is said at once."""
-        cfg = self.cfg
         for held_out in self.sets:
             if len(self._done(held_out.name)) < len(self._planned[held_out.name]):
-                rehearse(
-                    lambda s=held_out: make_env(s.spec, s.kwargs, tool_timeout=cfg.tool_timeout, sandbox=cfg.sandbox),
-                    held_out.tasks[:2],
-                    cfg.custom_generate_function_path,
-                    held_out.name,
-                )
+                rehearse_set(self.cfg, held_out)
 
     async def _play(self, model: str | None) -> None:
         cfg = self.cfg

@@ -86,18 +86,26 @@ def open_chat(cfg: Any, model_dir: str) -> ChatTemplate:
     )
 
 
-def template_notes(chat: ChatTemplate, environments: Iterable[Any], *, training: bool) -> list[str]:
+def template_notes(
+    cfg: Any, chat: ChatTemplate, environments: Iterable[tuple[str, dict[str, Any]]], *, training: bool
+) -> list[str]:
     """What a person should know of the chat template with these environments, see :func:`check_template`.
 
-    The environments are closed.
+    A custom generate function decides itself what it sends and how it reads the answer: nothing is tried out for it.
+
+    Args:
+        environments: Name and arguments of each.
 
     Raises:
         ConfigError: one of them has tools, and calls cannot be read as the template writes them.
     """
     from agentrl.rollout.template_check import check_template
 
+    if cfg.custom_generate_function_path is not None:
+        return []
     tools = False
-    for env in environments:
+    for spec, kwargs in environments:
+        env = make_env(spec, kwargs, sandbox=cfg.sandbox)
         asks = getattr(env.unwrapped, "follows_template", None)
         tools = tools or (asks is not None and asks())
         env.close()

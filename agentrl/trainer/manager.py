@@ -21,7 +21,7 @@ from agentrl.data.store import TrajectoryStore
 from agentrl.data.tasks import TaskSource
 from agentrl.envs.tool_env import check_machine
 from agentrl.errors import AgentRLError, EngineError, EnvError
-from agentrl.evaluation.heldout import HeldOutSet, held_out_sets, run_set
+from agentrl.evaluation.heldout import HeldOutSet, held_out_environments, held_out_sets, run_set
 from agentrl.process import write_log_to
 from agentrl.rollout.client import EngineClient
 from agentrl.rollout.conversation import EpisodeLimits
@@ -111,12 +111,13 @@ class RolloutManager:
         return notes
 
     def _open_template(self) -> list[str]:
-        """The chat template, tried out with the environment."""
-        self.chat = open_chat(self.cfg, self.model_dir)
-        if self.cfg.custom_generate_function_path is not None or not (self.cfg.env or self.cfg.prompt_data):
-            return []
-        env = make_env(*self.cfg.env_spec(), sandbox=self.cfg.sandbox)
-        return template_notes(self.chat, [env], training=True)
+        """The chat template, tried out with the environment and those of the held-out sets."""
+        cfg = self.cfg
+        self.chat = open_chat(cfg, self.model_dir)
+        own = cfg.env_spec()
+        others = held_out_environments(cfg) if cfg.eval_interval else []
+        acts_in = [own, *(other for other in others if other != own)]
+        return template_notes(cfg, self.chat, acts_in, training=True)
 
     def _open_data(self) -> None:
         cfg = self.cfg

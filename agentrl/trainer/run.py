@@ -22,7 +22,7 @@ from agentrl.config.serialize import read_run_config, run_folder_of
 from agentrl.data.files import FULL, storage_errors
 from agentrl.data.rundir import RunDir
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError, DataError
-from agentrl.evaluation.heldout import held_out_sets
+from agentrl.evaluation.heldout import held_out_sets, rehearse_set
 from agentrl.loading import portable, portable_source
 from agentrl.process import cancel_on_signals, stderr_to, write_log_to
 from agentrl.progress import Progress, before_after, clock, episode_panel, shown
@@ -41,6 +41,7 @@ from agentrl.warden import Warden
 log = logging.getLogger(__name__)
 
 START_DEADLINE_S = 900.0
+TRAIN_DEADLINE_S = 3600.0
 CLOSE_DEADLINE_S = 30.0
 KILLED = (
     "agentrl train ended without a word: killed, perhaps for lack of memory, or ended by a library, see {logs}. "
@@ -48,7 +49,7 @@ KILLED = (
 )
 ADOPTIONS = 3
 """How often a fork tries to get hold of the newest checkpoint of a run that goes on."""
-PATHS = ("save", "save_hf", "hf_checkpoint", "ref_load")
+PATHS = ("save", "save_hf", "hf_checkpoint", "ref_load", "chat_template")
 HOOKS = ("env", "custom_rm_path", "custom_generate_function_path", "data_source_path")
 
 
@@ -215,7 +216,7 @@ def check_targets(cfg: Config, *, run: Path | None) -> None:
 def check_environment(cfg: Config) -> None:
     """Play one episode without a model, so that what is wrong with the environment is said before anything starts.
 
-    The same goes for the engines, the held-out sets, and the metric of ``--best-metric``.
+    The same goes for the engines, each held-out set of another environment, and the metric of ``--best-metric``.
     """
     engine_spec(cfg, str(cfg.hf_checkpoint))
     if cfg.env or cfg.prompt_data:
@@ -226,7 +227,11 @@ def check_environment(cfg: Config) -> None:
             str(cfg.env or cfg.prompt_data),
         )
     if cfg.eval_interval:
-        known = best_metrics(held_out.name for held_out in held_out_sets(cfg))
+        sets = held_out_sets(cfg)
+        for held_out in sets:
+            if (held_out.spec, held_out.kwargs) != cfg.env_spec():
+                rehearse_set(cfg, held_out)
+        known = best_metrics(held_out.name for held_out in sets)
         if cfg.best_metric not in (None, *known):
             raise ConfigError(
                 f"--best-metric {cfg.best_metric}: the evaluations of this run give no such metric that is better when "
@@ -314,7 +319,7 @@ def start_actors(cfg: Config, cluster: Cluster, run: RunDir) -> tuple[TrainerGro
     held_out = cfg.eval_tasks * cfg.n_samples_per_eval_prompt * sets
     waves = max(episodes, held_out) / cfg.rollout_concurrency + 1
     return (
-        TrainerGroup(ranks, num_steps=cfg.num_steps_per_rollout or 1, deadline=max(START_DEADLINE_S, 3600.0)),
+        TrainerGroup(ranks, num_steps=cfg.num_steps_per_rollout or 1, deadline=TRAIN_DEADLINE_S),
         RolloutGroup(
             manager,
             deadline=START_DEADLINE_S + cfg.engine_timeout,

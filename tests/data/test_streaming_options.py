@@ -9,6 +9,7 @@ import pytest
 
 import agentrl
 from agentrl.config import load_config, load_eval_config
+from agentrl.config.template import template_source
 from agentrl.data import TaskSource
 from agentrl.errors import ConfigError, DataError
 from agentrl.evaluation.heldout import held_out_sets
@@ -67,6 +68,13 @@ def test_evaluation_takes_what_the_data_holds_out_itself(here):
     assert [(s.name, s.split, len(s.tasks)) for s in sets] == [("whole", "all", 30), ("own", "test", 30)]
     env = agentrl.make(sets[1].spec, **sets[1].kwargs)
     assert env.reset(options=sets[1].tasks[0].options)[0].startswith("named/test.jsonl")
+
+
+def test_a_chat_template_is_found_from_another_folder(here, monkeypatch):
+    Path("mine.jinja").write_text("{{ messages }}")
+    config = with_absolute_paths(load_config(["--prompt-data", "one.jsonl", "--chat-template", "mine.jinja"]))
+    monkeypatch.chdir("/")
+    assert template_source(config) == "{{ messages }}"
 
 
 def test_a_function_by_name(here, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 from published_templates import published_template, published_templates
 
 import agentrl
-from agentrl.config.schema import EvalConfig
+from agentrl.config.schema import Config, EvalConfig
 from agentrl.errors import AgentRLError, ConfigError, EnvError
 from agentrl.evaluation.policy import open_policy
 from agentrl.rollout.chat import ChatTemplate
@@ -19,6 +19,7 @@ from agentrl.rollout.fast_text import byte_alphabet
 from agentrl.rollout.setup import template_notes
 from agentrl.rollout.template_check import check_template, rendered_turn
 from agentrl.tools.parsers import get_parser
+from agentrl.trainer.manager import RolloutManager
 
 FORMATS = {
     "Apriel-1.6-15b-Thinker-fixed": "apriel", "Bielik-11B-v3.0-Instruct": "hermes", "ByteDance-Seed-OSS": "seed_oss",
@@ -272,13 +273,33 @@ class Plain(agentrl.ToolEnv):
 
 
 def test_an_environment_that_explains_its_own_calls_may_have_any_template():
-    chat = chat_of("MiniMax-M1")
-    tagged = Finder(call_format="tags:search,answer")
-    (note,) = template_notes(chat, [tagged, Plain()], training=True)
+    cfg, chat = Config(), chat_of("MiniMax-M1")
+    finder, plain = (f"{__name__}:Finder", {}), (f"{__name__}:Plain", {})
+    tagged = (finder[0], {"call_format": "tags:search,answer"})
+    (note,) = template_notes(cfg, chat, [tagged, plain], training=True)
     assert "takes tools in a form that is not known here; what such a model writes" in note
     with pytest.raises(ConfigError, match="tags:<tool>,answer"):
-        template_notes(chat, [Plain(), Finder()], training=True)
-    assert template_notes(chat_of("Qwen-Qwen3-0.6B"), [Finder()], training=False) == []
+        template_notes(cfg, chat, [plain, finder], training=True)
+    assert template_notes(cfg, chat_of("Qwen-Qwen3-0.6B"), [finder], training=False) == []
+
+
+def test_a_custom_generate_function_may_have_any_template():
+    for cfg in (Config(), EvalConfig()):
+        own = cfg.replace(custom_generate_function_path="mine.py:generate")
+        assert template_notes(own, chat_of("MiniMax-M1"), [(f"{__name__}:Finder", {})], training=True) == []
+
+
+def test_a_held_out_set_is_tried_out_before_training_starts(tmp_path):
+    tokenizer(published_template("MiniMax-M1")).save_pretrained(tmp_path)
+    data = tmp_path / "tasks.jsonl"
+    data.write_text('{"prompt": "1 + 1?", "label": "2"}\n')
+    manager = RolloutManager.__new__(RolloutManager)
+    manager.model_dir = str(tmp_path)
+    manager.cfg = Config(prompt_data=str(data), rm_type="exact_match", eval_env=(f"{__name__}:Finder",))
+    manager._open_template()
+    manager.cfg = manager.cfg.replace(eval_interval=2)
+    with pytest.raises(ConfigError, match="takes tools in a form that is not known here. Give the environment another"):
+        manager._open_template()
 
 
 def test_an_evaluation_is_refused_before_engines_start(tmp_path, run):

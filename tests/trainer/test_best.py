@@ -12,7 +12,7 @@ from rich.console import Console
 
 from agentrl.config import Config, load_config
 from agentrl.data.rundir import RunDir
-from agentrl.errors import CheckpointError, ConfigError
+from agentrl.errors import CheckpointError, ConfigError, EnvError
 from agentrl.evaluation.metrics import summarize
 from agentrl.progress import Progress
 from agentrl.trainer.checkpoint import Best, CheckpointStore
@@ -144,6 +144,15 @@ def test_an_unknown_metric_ends_it_before_anything_starts(configure: Any) -> Non
             check_environment(configure("--best-metric", metric))
     with pytest.raises(ConfigError, match="--best-metric has no effect without --eval-interval"):
         configure("--eval-interval", "0")
+
+
+def test_a_held_out_set_that_cannot_be_played_ends_it_before_anything_starts(configure: Any, tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text(
+        "import agentrl\n\n\nclass Other(agentrl.ToolEnv):\n    tasks = {'train': ['a'], 'test': ['b', 'c']}\n\n"
+        "    def reward(self, text, answer):\n        return {}['colour']\n"
+    )
+    with pytest.raises(EnvError, match=r"KeyError: 'colour' \(other.py:8 in reward"):
+        check_environment(configure("--eval-env", f"{tmp_path}/other.py:Other"))
 
 
 def test_a_damaged_pointer_is_named_and_mended(tmp_path: Path) -> None:
