@@ -67,12 +67,13 @@ def read_script(path: Path) -> tuple[str, list[Flag], list[str]]:
     ends = [n for n, word in enumerate(behind) if word and set(word) <= set(";&|()" + _END)]
     taken: list[str] = []
     absent: list[str] = []
-    for word in behind[: ends[0] if ends else None]:
+    behind = behind[: ends[0] if ends else None]
+    for before, word in zip(["", *behind], behind, strict=False):
         array = _EXPANDED.match(word)
         if array:
             taken += arrays.get(array[1], [])
             absent += [] if array[1] in arrays else [word]
-        elif not re.match(r"\d?[<>]", word):
+        elif not re.match(r"\d?[<>]", word) and not re.fullmatch(r"\d?[<>]+", before):  # nor what that names
             taken.append(word)
     return program, _flags(taken), absent
 

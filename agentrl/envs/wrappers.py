@@ -360,7 +360,7 @@ class FixedTasks(Wrapper):
     def id_of_task(self, split: str, index: int) -> str | None:
         """The ``task_id`` of a task, of one with a prompt else the hash of its content; None for others."""
         task = self._tasks[split][index]
-        return row_id(task) if "prompt" in task or "task_id" in task else None
+        return row_id(task) if "prompt" in task or task.get("task_id") is not None else None
 
     async def areset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
         split = (options or {}).get("split", self.splits[0])

@@ -136,7 +136,7 @@ def test_asynchronous_training_is_said(migrate):
 
 def test_a_command_in_a_value_ends_neither_the_array_nor_the_call(migrate, tmp_path, capsys):
     words, _ = migrate(
-        'ARGS=(\n --lr-warmup-steps $(nproc) # $(\n --seed $((2 * (1 + 2)))\n --lr 1e-6\n)\n'
+        "ARGS=(\n --lr-warmup-steps $(nproc) # $(\n --seed $((2 * (1 + 2)))\n --lr 1e-6\n)\n"
         'python train.py ${ARGS[@]} --wandb-project "a b$(basename "$PWD" .x)c" --num-rollout `echo 3` --max-turns 4\n'
     )
     main(["migrate", str(tmp_path / "run.sh")])
@@ -156,6 +156,14 @@ def test_what_training_would_refuse_of_megatrons_options_is_left_out(migrate):
     for flag in ("--num-experts", "--moe-router-topk"):
         assert "left out" in remarks[flag] and "mixtures of experts cannot be trained yet" in remarks[flag]
     assert "needless" in remarks["--norm-epsilon"]
+
+
+@pytest.mark.parametrize(
+    "end", ["> log.txt", ">log.txt", "2> log.txt", ">> log.txt --seed 3", "&> log.txt", "2>&1 | tee log.txt"]
+)
+def test_where_the_output_goes_is_no_value(migrate, end):
+    words, _ = migrate(f"python train.py --lr 1e-6 {end}")
+    assert words[:4] == ["agentrl", "train", "--lr", "1e-6"] and words[4:] in ([], ["--seed", "3"])
 
 
 def test_an_array_that_is_set_nowhere_is_named(migrate, capsys, tmp_path):

@@ -98,7 +98,7 @@ def test_tasks_that_are_made_by_number_are_known_by_it():
 
 
 def test_a_fixed_list_names_its_own():
-    env = wrappers.FixedTasks(agentrl.make("textgame"), [{"seed": 3, "task_id": "mine"}, {"seed": 4}])
+    env = wrappers.FixedTasks(agentrl.make("textgame"), [{"seed": 3, "task_id": "mine"}, {"seed": 4, "task_id": None}])
     assert [task.task_id for task in held_out_tasks("e", env)] == ["mine", "e/test/1"]
 
 
