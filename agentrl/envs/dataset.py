@@ -6,6 +6,7 @@ added, removed or reordered, and the same prompt never stands in both splits.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -243,10 +244,19 @@ def task_id(row: Row, digest: int, copy: int) -> str:
 
 
 def row_id(row: Any) -> str:
-    """What names a row wherever it stands: its ``task_id``, else the hash of prompt and answer."""
+    """What names a row wherever it stands: its ``task_id``, else the hash of prompt, answer and what else it holds.
+
+    What is no JSON counts for nothing: the text of an object may be another one in the next process.
+    """
     if isinstance(row, Mapping):
-        own = row.get("task_id")
-        return content_hash([row.get("prompt"), row.get("answer")]) if own is None else str(own)
+        if row.get("task_id") is not None:
+            return str(row["task_id"])
+        others = {name: value for name, value in row.items() if name not in ("prompt", "answer", "task_id")}
+        with contextlib.suppress(TypeError, ValueError):
+            if others:
+                json.dumps(others)
+                return content_hash([row.get("prompt"), row.get("answer"), others])
+        return content_hash([row.get("prompt"), row.get("answer")])
     return content_hash(list(row) if isinstance(row, tuple) and len(row) == 2 else [row, None])
 
 

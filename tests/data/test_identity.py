@@ -91,6 +91,19 @@ def test_rows_written_in_python_are_known_by_their_content_too():
     assert env.reset(options={"split": "train", "index": 1})[1]["task_id"] == content_hash(["why?", None])
 
 
+def test_rows_of_one_prompt_are_told_apart_by_what_else_they_hold():
+    def ids_of(*layouts):
+        class Maze(agentrl.ToolEnv):
+            tasks = {"test": [{"prompt": "Find the way out.", "layout": layout} for layout in layouts]}
+            reward = "exact_match"
+
+        return [task.task_id for task in held_out_tasks("e", Maze())]
+
+    assert ids_of("x", "y", "z")[1:] == ids_of("y", "z")
+    bare = content_hash(["Find the way out.", None])
+    assert ids_of(object(), {1, 2}) == [bare, f"{bare}-2"], "their text differs from process to process"
+
+
 def test_tasks_that_are_made_by_number_are_known_by_it():
     assert [task.task_id for task in held_out_tasks("search", agentrl.make("search"), limit=2)][0].startswith(
         "search/test/"
