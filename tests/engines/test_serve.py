@@ -18,7 +18,7 @@ from agentrl import serving
 from agentrl.cli.main import main
 from agentrl.config.presets import demo_folder
 from agentrl.errors import ConfigError
-from agentrl.trainer.checkpoint import CheckpointStore
+from agentrl.trainer.checkpoint import ROLLOUT_STATE, CheckpointStore
 from agentrl.warden import descendants, is_running
 
 KEY = "a-key-for-this-test"
@@ -79,6 +79,7 @@ def test_a_checkpoint_of_a_run_is_found_and_named(tmp_path):
         folder = store.begin(step)
         (folder / "hf").mkdir()
         (folder / "hf" / "config.json").write_text("{}")
+        (folder / ROLLOUT_STATE).write_text("{}")
         store.commit(step)
     run = tmp_path / "my run"
     for path, checkpoint, name in ((run, "newest", "my run@20"), (run, "10", "my run@10")):

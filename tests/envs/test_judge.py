@@ -214,7 +214,7 @@ def test_the_episode_of_an_environment_is_left_out_not_scored():
     with JudgeServer(scripted((500, {}, "broken"))) as server:
 
         class Essay(agentrl.ToolEnv):
-            tasks = {"train": ["Write."], "test": ["Write."]}
+            tasks = {"train": [("Write.", "x")], "test": [("Write.", "x")]}
             reward = [(1.0, "exact_match"), (0.5, Judge(server.url, "m", timeout=1.0, retries=0))]
 
         env = Essay()

@@ -310,7 +310,7 @@ class Interpreter:
 
     def _how_it_ended(self) -> str:
         try:
-            status = self.holder.wait(0.5)  # it is about to end by itself, unless the code closed what it should not
+            status = self.holder.wait(3.0)  # it is about to end by itself, unless the code closed what it should not
         except subprocess.TimeoutExpired:
             return "it answers no more"
         if status > 128:
