@@ -30,8 +30,8 @@ class EvaluationOptions:
     eval_stop: tuple[str, ...] = ()
     """Text that ends a model turn in evaluation, in place of --rollout-stop. Several texts, or repeatable."""
     eval_prompt_data: tuple[tuple[str, PathText], ...] = ()
-    """A named held-out task file, evaluated beside the environment's own: NAME PATH. Repeatable. Arguments for it
-    alone are `--env-arg NAME.KEY=VALUE`."""
+    """A named held-out task file, evaluated beside the environment's own: NAME PATH. Several pairs, or repeatable.
+    Arguments for one alone are `--env-arg NAME.KEY=VALUE`."""
     eval_env: tuple[str, ...] = ()
     """A further environment whose held-out split is evaluated, under its name. Repeatable, or several with commas
     between; its arguments are `--env-arg NAME.KEY=VALUE`."""

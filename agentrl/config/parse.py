@@ -137,9 +137,10 @@ def _put_own(given: Given, option: Option, flag: str, words: list[str], inline: 
         given.put(option.name, True, flag)
         return 0
     if option.kind == "pairs":
-        name, path = _take(flag, "NAME PATH", words, 2)
-        given.put(option.name, ((name, path),), flag)
-        return 2
+        _take(flag, "NAME PATH", words, 2)
+        pairs = tuple(zip(words[::2], words[1::2], strict=False))
+        given.put(option.name, pairs, flag)
+        return 2 * len(pairs)
     if option.kind == "list":
         texts = words if len(words) > 1 else _take(flag, _expected(option), words, 1)
         given.put(option.name, tuple(texts), flag)

@@ -40,7 +40,7 @@ def test_last_of_a_repeated_flag_wins(load):
 
 
 def test_repeatable_flags_collect(load, tmp_path):
-    for name in ("a", "b"):
+    for name in ("a", "b", "c"):
         (tmp_path / name).write_text("{}\n")
     cfg = load(
         "--env-arg",
@@ -59,9 +59,15 @@ def test_repeatable_flags_collect(load, tmp_path):
         "--eval-prompt-data",
         "two",
         str(tmp_path / "b"),
+        "three",
+        str(tmp_path / "c"),
     )
     assert cfg.env_args == {"n": 3, "names": [1, 2], "text": "plain words", "eq": "a=b"}
-    assert cfg.eval_prompt_data == (("one", str(tmp_path / "a")), ("two", str(tmp_path / "b")))
+    assert cfg.eval_prompt_data == (
+        ("one", str(tmp_path / "a")),
+        ("two", str(tmp_path / "b")),
+        ("three", str(tmp_path / "c")),
+    )
 
 
 def test_negative_numbers_are_values(refused):
@@ -91,6 +97,7 @@ def test_negative_numbers_are_values(refused):
         (("--dtype", "fp8"), ("--dtype", "auto, bf16, fp32", "'fp8'")),
         (("--env-arg", "novalue"), ("--env-arg", "KEY=VALUE", "'novalue'")),
         (("--eval-prompt-data", "name"), ("--eval-prompt-data", "NAME PATH")),
+        (("--eval-prompt-data", "name", "path", "odd"), ("Unexpected argument 'odd'",)),
         (("stray",), ("'stray'", "begin with `--`")),
         (("--",), ("'--'",)),
     ],
