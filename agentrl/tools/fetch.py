@@ -22,14 +22,14 @@ from agentrl.tools.base import Tool, ToolError, ToolErrorType, ToolResult
 from agentrl.tools.json_schema import shorten
 from agentrl.tools.page_reader import read_page
 from agentrl.tools.threads import run_blocking
-from agentrl.versions import install_command
+from agentrl.versions import DISTRIBUTION, install_command
 
 MAX_URL = 2000
 """Characters of a URL."""
 MAX_TAGS = 20_000
 """Tags of a page from which the article is told apart; of a page with more, all text is taken (a page made to be
 slow would take minutes)."""
-USER_AGENT = "agentrl (https://pypi.org/project/agentrl)"
+USER_AGENT = DISTRIBUTION
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TEXT = re.compile(

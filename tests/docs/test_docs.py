@@ -219,12 +219,16 @@ PRINTED = [
 ]
 
 
-@pytest.mark.parametrize("file", [file for file in PRINTED if "pip install" in file.read_text()], ids=name_of)
+INSTALL = re.compile(r"pip install (?:-\S+ )*|pypi\.org/project/")
+
+
+@pytest.mark.parametrize("file", [file for file in PRINTED if INSTALL.search(file.read_text())], ids=name_of)
 def test_install_lines_name_this_project_and_not_its_namesake(file: Path):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
     assert project == DISTRIBUTION != "agentrl"
-    for line in re.findall(r"pip install (.*)", file.read_text(encoding="utf-8")):
-        assert not re.match(r"['\"]?agentrl(?!-toolkit)\b", line), line
+    text = file.read_text(encoding="utf-8")
+    for found in INSTALL.finditer(text):
+        assert not re.match(r"['\"]?agentrl(?!-toolkit)\b", text[found.end() :]), text[found.start() :][:80]
 
 
 def test_packages_that_pages_import_are_declared():
