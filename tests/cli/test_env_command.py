@@ -66,7 +66,8 @@ def test_show_tells_arguments_wrappers_and_gym_environments(capsys, tmp_path):
     shown = out[out.index("arguments (--env-arg):") :].partition("\n\n")[0].split()
     assert "turns" in shown and "max_turns" in shown and "tool_timeout" not in shown  # what the function takes
     assert main(["env", "show", f"{tmp_path}/made.py:make_env", "--env-arg", "tool_timeout=2"]) == 2
-    assert "It takes: call_format, max_turns, render_mode, template_kwargs, trusted_roles, turns." in capsys.readouterr().err
+    taken = "It takes: call_format, max_turns, render_mode, template_kwargs, trusted_roles, turns."
+    assert taken in capsys.readouterr().err
     assert main(["env", "show", "agentrl/search-v0"]) == 0
     assert "topk = 1" in capsys.readouterr().out
     assert main(["env", "show", "gym:Blackjack-v1"]) == 0
