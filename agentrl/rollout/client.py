@@ -29,6 +29,8 @@ from agentrl.types import Generation, SamplingParams, replace
 ROUTING_HEADER = "X-SMG-Routing-Key"
 # Worth another try: the server's trouble, or its word that it is busy.
 _TRANSIENT = frozenset({408, 425, 429})
+# SGLang's refusal of a request that it still has, of an attempt whose connection was lost at once.
+_STILL_RUNNING = "Duplicate request ID detected"
 _REMEMBERED_MOVES = 65536
 
 
@@ -228,7 +230,7 @@ class EngineClient:
         if status == 200:
             return content
         text = content[:2000].decode("utf-8", "replace")
-        if status >= 500 or status in _TRANSIENT:
+        if status >= 500 or status in _TRANSIENT or _STILL_RUNNING in text:
             raise _Retryable(f"HTTP {status}: {text[:300]}")
         raise EngineError(f"{self._url} refused the request with HTTP {status}: {text}")
 

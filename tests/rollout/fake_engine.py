@@ -32,8 +32,9 @@ def answer(body: dict[str, Any], tokens: list[int], *, finish: str = "stop", ver
 class FakeEngine:
     """Serves ``script``: one entry a request, the last one for ever.
 
-    An entry is an HTTP status, ``"hang"``, ``"drop"`` (closes the connection), ``"torn"`` (half a JSON), or a
-    function from the request's body to the answer's JSON.
+    An entry is an HTTP status, ``"hang"``, ``"drop"`` (closes the connection), ``"torn"`` (half a JSON),
+    ``"known"`` (SGLang's refusal of a request id that it has), or a function from the request's body to the
+    answer's JSON.
     """
 
     def __init__(self, *script: Any, key: str | None = None) -> None:
@@ -87,6 +88,9 @@ class FakeEngine:
     async def _play(self, step: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if isinstance(step, int):
             return web.json_response({"error": {"message": f"status {step} on purpose"}}, status=step)
+        if step == "known":
+            message = f"Duplicate request ID detected: {body['rid']}"
+            return web.json_response({"error": {"message": message}}, status=400)
         if step == "hang":
             await asyncio.sleep(60)
         if step == "drop":

@@ -63,7 +63,7 @@ def test_version_spans(run):
     assert generation.versions.tolist() == [0, 2, 2]
 
 
-@pytest.mark.parametrize("trouble", [500, 502, 503, 429, 408, "drop", "torn"])
+@pytest.mark.parametrize("trouble", [500, 502, 503, 429, 408, "drop", "torn", "known"])
 def test_transient_trouble_is_retried_elsewhere(run, trouble):
     server, client, generation = play(run, trouble, trouble, good(10))
     assert generation.tokens.tolist() == [10]
