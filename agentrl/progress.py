@@ -197,9 +197,20 @@ def episode_panel(trajectory: Trajectory, title: str) -> Panel:
     return Panel(Group(*body), title=escape(title), border_style="dim", expand=False)
 
 
-def before_after(rows: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> Table:
-    """The closing table. Each row: held-out set, summary before, summary after (`EvalSummary.to_dict`)."""
-    table = Table(title="Held-out tasks, before → after", title_justify="left")
+def when(step: int) -> str:
+    """The time of an evaluation, for a person."""
+    return "before training" if step == 0 else f"after {step} step{'s' if step > 1 else ''}"
+
+
+def before_after(rows: list[tuple[str, dict[str, Any], dict[str, Any]]], steps: tuple[int, int]) -> Table:
+    """The closing table.
+
+    Args:
+        rows: held-out set, summary before, summary after (`EvalSummary.to_dict`).
+        steps: the steps after which the two were made.
+    """
+    start = "before" if steps[0] == 0 else when(steps[0])
+    table = Table(title=f"Held-out tasks, {start} → {when(steps[1])}", title_justify="left")
     for name, justify in (("", "left"), ("before", "right"), ("after", "right"), ("change", "right")):
         table.add_column(name, justify=justify)
     for name, before, after in rows:
@@ -219,6 +230,7 @@ def before_after(rows: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> Tabl
                 f"{name}: {label}", f"{before[key]:.2f}", f"{after[key]:.2f}", f"{after[key] - before[key]:+.2f}"
             )
     table.add_section()
-    b, a = rows[0][1]["success"], rows[0][2]["success"]
-    table.caption = f"{a['n_tasks']} tasks, greedy, 95 % interval in brackets" if b["n_tasks"] == a["n_tasks"] else ""
+    numbers = {side["success"]["n_tasks"] for row in rows for side in row[1:]}
+    tasks = f"{numbers.pop()} tasks{' of each set' if len(rows) > 1 else ''}, " if len(numbers) == 1 else ""
+    table.caption = f"{tasks}95 % interval in brackets"
     return table

@@ -25,7 +25,7 @@ from agentrl.errors import AgentRLError, CheckpointError, ConfigError, DataError
 from agentrl.evaluation.heldout import held_out_sets, rehearse_set
 from agentrl.loading import portable, portable_source
 from agentrl.process import cancel_on_signals, stderr_to, write_log_to
-from agentrl.progress import Progress, before_after, clock, episode_panel, shown
+from agentrl.progress import Progress, before_after, clock, episode_panel, shown, when
 from agentrl.rollout.rehearsal import rehearse
 from agentrl.rollout.setup import engine_spec, has_gpu, make_env, scratch
 from agentrl.trainer.checkpoint import Checkpoint, CheckpointStore
@@ -352,13 +352,13 @@ def report(run: RunDir, progress: Progress) -> None:
             progress.log(Text(str(error)))
             pair = None
         if pair is not None:
-            progress.log(episode_panel(pair[0], f"a held-out task before training ({pair[0].task.task_id})"))
-            progress.log(episode_panel(pair[1], f"the same task after {last['step']} steps"))
+            progress.log(episode_panel(pair[0], f"a held-out task {when(first['step'])} ({pair[0].task.task_id})"))
+            progress.log(episode_panel(pair[1], f"the same task {when(last['step'])}"))
         rows = [(n, first["sets"].get(n), last["sets"][n]) for n in last["sets"]]
         # A set of which no episode could be scored, or that was added on the way, has nothing to compare.
         rows = [row for row in rows if all(side and side["success"]["n"] for side in row[1:])]
         if rows:
-            progress.log(before_after(rows))
+            progress.log(before_after(rows, (first["step"], last["step"])))
     folder = shown(run.path)
     places = {"run folder": folder, "reward curve": shown(figure)}
     if run.config.tensorboard:

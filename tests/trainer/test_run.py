@@ -12,7 +12,7 @@ from agentrl.config import load_config
 from agentrl.data.rundir import RunDir
 from agentrl.errors import ConfigError
 from agentrl.evaluation.metrics import summarize
-from agentrl.progress import Progress
+from agentrl.progress import Progress, before_after
 from agentrl.trainer.run import check_targets, report, train
 from agentrl.types import StopReason, Task, Trajectory
 
@@ -42,8 +42,19 @@ def test_the_closing_report_compares_what_can_be_compared(
         run.log_evaluation(0, before)
         run.log_evaluation(2, after)
         report(run, Progress("x", 2, console=Console(file=out, width=120)))
-    assert ("Held-out tasks, before" in out.getvalue()) == compared
+    assert ("Held-out tasks, before → after 2 steps" in out.getvalue()) == compared
     assert "done in" in out.getvalue()
+
+
+def test_the_closing_table_says_when_it_was_measured_and_nothing_that_it_does_not_know() -> None:
+    out = io.StringIO()
+    one, two = summary(StopReason.DONE), summary(StopReason.DONE, StopReason.DONE)
+    console = Console(file=out, width=120)
+    console.print(before_after([("a", two, two), ("b", two, two)], (1, 3)))
+    assert "Held-out tasks, after 1 step → after 3 steps" in out.getvalue()
+    assert "2 tasks of each set, 95 % interval" in out.getvalue() and "greedy" not in out.getvalue()
+    console.print(before_after([("a", one, two)], (0, 1)))
+    assert "before → after 1 step " in out.getvalue()
 
 
 def test_a_folder_with_another_runs_checkpoints_is_not_taken_for_a_new_run(tmp_path: Path) -> None:
