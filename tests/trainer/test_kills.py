@@ -12,7 +12,7 @@ import pytest
 from tests.trainer.scripted import FLAGS, KILLED, Kill, check_run, in_child, train  # noqa: F401
 
 # In CI each seventh change, and all of them where there is time.
-thorough = pytest.mark.parametrize("stride", [7, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+thorough = pytest.mark.parametrize("stride", [7, pytest.param(1, marks=[pytest.mark.heavy, pytest.mark.timeout(900)])])
 EVERY_STEP = ("--save-interval", "1", "--eval-interval", "1", "--keep-last", "2")
 STRAIGHT = (*EVERY_STEP, "--best-metric", "eval/search/success", "--num-rollout", "2")
 
