@@ -45,6 +45,8 @@ from agentrl.types import Group, Outcome, StopReason, Trajectory
 
 log = logging.getLogger(__name__)
 
+EPISODES_END_S = 12.0
+"""Time for the environments of cancelled episodes to close, each of which has 10 s."""
 FRUITLESS_ROLLOUTS = 3
 """Rollouts' tasks in a row of which none can be played that end a run: the environment is broken, whatever the task."""
 
@@ -76,6 +78,8 @@ class RolloutManager:
         self.failed = FailedTasks(self.run_dir / "failed_tasks.json")
         self._put_off: list[Draw] = []
         self._has_lived = False
+        self._playing: asyncio.Future[Any] | None = None
+        self._ending = False
 
     async def start(self) -> list[str]:
         """Start engines and router, and open everything an episode needs. Raises the errors of each.
@@ -276,6 +280,7 @@ class RolloutManager:
 
     async def _unless_broken(self, episodes: asyncio.Future[Any]) -> Any:
         """The result of playing episodes, unless no engine is left: then they would wait out every deadline."""
+        self._playing = episodes
         try:
             while not episodes.done():
                 await asyncio.wait([episodes], timeout=1.0)
@@ -283,7 +288,12 @@ class RolloutManager:
                     raise EngineError(self.pool.broken)
         finally:
             episodes.cancel()
-        return await episodes
+        try:
+            return await episodes
+        except asyncio.CancelledError:
+            if self._ending:
+                raise EngineError("the episodes were cancelled: the run is ending") from None
+            raise
 
     def _refuse_if_incomparable(self, groups: list[Group], advantages: dict[str, float]) -> None:
         failed, total = failures(groups)
@@ -405,7 +415,11 @@ class RolloutManager:
         self.buffer.load_state_dict(state["buffer"])
 
     async def close(self) -> None:
-        """End episodes, engines and router."""
+        """End episodes, engines and router. Episodes first: their environments are closed, and none asks an engine."""
+        self._ending = True
+        if self._playing is not None:
+            self._playing.cancel()
+            await asyncio.wait([self._playing], timeout=EPISODES_END_S)
         for name in ("runner", "client"):
             part = getattr(self, name, None)
             if part is not None:

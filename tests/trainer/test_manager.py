@@ -313,6 +313,30 @@ async def test_wrong_data_does_not_wait_for_engines(manager: RolloutManager, mon
     assert made[0].ended.is_set()
 
 
+async def test_episodes_of_a_run_that_is_ended_close_their_environments_before_the_engines_go(
+    manager: RolloutManager,
+) -> None:
+    started, closed = asyncio.Event(), []
+
+    async def run_group(task: Task, n: int, group_id: str, *, on_trajectory: Any) -> Group:
+        try:
+            started.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+        finally:
+            await asyncio.sleep(0)
+            closed.append(manager.pool.stopped)
+
+    manager.runner = SimpleNamespace(run_group=run_group, close=lambda: asyncio.sleep(0))
+    manager.client.close = lambda: asyncio.sleep(0)
+    rollout = asyncio.ensure_future(manager.generate(0))
+    await asyncio.wait_for(started.wait(), 20)
+    await asyncio.wait_for(manager.close(), 20)
+    assert closed == [False] * 3 and manager.pool.stopped
+    with pytest.raises(EngineError, match="the run is ending"):
+        await rollout
+
+
 @pytest.mark.parametrize(("gpu", "ranks"), [(True, 2), (False, 1)])
 def test_weight_sync_counts_the_ranks_of_an_engine(
     manager: RolloutManager, monkeypatch: pytest.MonkeyPatch, gpu: bool, ranks: int
