@@ -193,6 +193,9 @@ def _added(given: dict[str, Flag]) -> Iterator[Translation]:
         value = given.get("rollout-temperature", Flag("", ("1.0",))).words
         note = "slime evaluates at the temperature of training; the default here is greedy"
         yield Translation(Flag("eval-temperature"), Flag("eval-temperature", value), note)
+    if "use-rollout-logprobs" not in given:
+        recomputed = Flag("no-use-rollout-logprobs")
+        yield Translation(recomputed, recomputed, "slime computes old log-probabilities anew; here the engine's count")
 
 
 def quoted(word: str) -> str:

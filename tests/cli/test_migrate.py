@@ -60,7 +60,10 @@ echo --after
 
 @pytest.fixture
 def migrate(tmp_path, capsys):
-    """Run the command on a script; ``(words of the printed command, remark by flag)``."""
+    """Run the command on a script; ``(words of the printed command, remark by flag)``.
+
+    Without the last word, which every script gets: slime computes old log-probabilities anew.
+    """
 
     def run(text):
         (tmp_path / "models").mkdir()
@@ -71,7 +74,9 @@ def migrate(tmp_path, capsys):
         lines = capsys.readouterr().out.splitlines()
         remarks = {line.split()[1]: line for line in lines[1:] if line.startswith("#")}
         command = [line for line in lines if not line.startswith("#")]
-        return shlex.split(" ".join(line.rstrip("\\") for line in command)), remarks
+        words = shlex.split(" ".join(line.rstrip("\\") for line in command))
+        assert words.pop() == "--no-use-rollout-logprobs" and "anew" in remarks["--no-use-rollout-logprobs"]
+        return words, remarks
 
     return run
 

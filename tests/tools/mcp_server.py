@@ -46,7 +46,7 @@ def environment(name: str) -> str:
 def fail(how: str) -> str:
     """Fails."""
     if how == "die":
-        print("about to die: sk-ABCDEFGHIJKLMNOPQRST /root/secret/path \x1b]0;x\x07", file=sys.stderr, flush=True)
+        print("about to die: sk-ABCDEFGHIJKLMNOPQRST /home/secret/path \x1b]0;x\x07", file=sys.stderr, flush=True)
         os._exit(3)
     raise ValueError("no /home/someone/secret.txt")
 
