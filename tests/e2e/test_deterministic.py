@@ -14,7 +14,7 @@ FLAGS = [
     "--rollout-max-response-len", "40", "--num-rollout", "2", "--save-interval", "1", "--eval-interval", "0",
 ]  # fmt: skip
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
 
 
 def played(run: Path, step: int) -> list[tuple]:
@@ -57,7 +57,6 @@ def test_two_runs_are_equal_bit_for_bit_whatever_is_in_flight(start, tmp_path):
     assert moved(one) > 0
 
 
-@pytest.mark.heavy
 def test_a_killed_run_that_goes_on_equals_a_straight_one_on_other_engines(start, tmp_path):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     command = start(*FLAGS, "--output-dir", str(straight))

@@ -94,7 +94,9 @@ def test_resume_after_kill_loses_no_task_and_trains_none_twice(start, tmp_path):
     assert again.left_behind() == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.heavy)]
+)
 def test_interrupted_run_ends_clean_and_says_how_to_go_on(start, tmp_path, number, code):
     run = tmp_path / "run"
     command = start(
@@ -109,6 +111,7 @@ def test_interrupted_run_ends_clean_and_says_how_to_go_on(start, tmp_path, numbe
     assert command.left_behind() == []
 
 
+@pytest.mark.heavy
 def test_a_rank_that_stands_still_ends_the_run_in_one_sentence(start, tmp_path):
     run = tmp_path / "run"
     command = start(
