@@ -67,6 +67,7 @@ class Duel(agentrl.MultiAgentEnv):
 '''
 
 
+@pytest.mark.heavy
 def test_each_role_trains_under_its_own_advantage(start, tmp_path):
     (tmp_path / "duel.py").write_text(DUEL, encoding="utf-8")
     run = tmp_path / "run"

@@ -13,7 +13,7 @@ from agentrl.warden import Warden
 from tests.engines.test_real_engine import generate
 from tests.engines.test_router import listening_addresses
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(300)]
 
 
 def shared_files(pids: list[int]) -> set[Path]:
