@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 from agentrl import _gymnasium
 
 if TYPE_CHECKING:
-    from agentrl import rewards, spaces, tools, wrappers
-    from agentrl.envs.agents import MultiAgentEnv
+    from agentrl import rewards, spaces, tools
+    from agentrl.envs import wrappers
+    from agentrl.envs.builtin.prompt import PromptEnv
     from agentrl.envs.core import Env
-    from agentrl.envs.dataset import load_tasks
-    from agentrl.envs.prompt import PromptEnv
+    from agentrl.envs.multi_agent import MultiAgentEnv
     from agentrl.envs.registry import make, register, registered
     from agentrl.envs.tool_env import ToolEnv
     from agentrl.errors import AgentRLError, ConfigError, DataError, EnvError, InfraError
+    from agentrl.tasks.dataset import load_tasks
     from agentrl.tools.base import Tool, ToolError, ToolResult, tool
     from agentrl.types import Message, StopReason, Task, ToolCall, Trajectory
 
@@ -33,8 +34,8 @@ _HOME = {
     "EnvError": "agentrl.errors",
     "InfraError": "agentrl.errors",
     "Message": "agentrl.types",
-    "MultiAgentEnv": "agentrl.envs.agents",
-    "PromptEnv": "agentrl.envs.prompt",
+    "MultiAgentEnv": "agentrl.envs.multi_agent",
+    "PromptEnv": "agentrl.envs.builtin.prompt",
     "StopReason": "agentrl.types",
     "Task": "agentrl.types",
     "Tool": "agentrl.tools.base",
@@ -43,7 +44,7 @@ _HOME = {
     "ToolError": "agentrl.tools.base",
     "ToolResult": "agentrl.tools.base",
     "Trajectory": "agentrl.types",
-    "load_tasks": "agentrl.envs.dataset",
+    "load_tasks": "agentrl.tasks.dataset",
     "make": "agentrl.envs.registry",
     "register": "agentrl.envs.registry",
     "registered": "agentrl.envs.registry",
@@ -53,7 +54,7 @@ _MODULES = {
     "rewards": "agentrl.rewards",
     "spaces": "agentrl.spaces",
     "tools": "agentrl.tools",
-    "wrappers": "agentrl.wrappers",
+    "wrappers": "agentrl.envs.wrappers",
 }
 
 __all__ = [

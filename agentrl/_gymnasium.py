@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 
 BUILT_IN = {
-    "search": "agentrl.envs.search:SearchEnv",
-    "multi_agent": "agentrl.envs.multi_agent:HintGameEnv",
-    "textgame": "agentrl.envs.textgame:TextGameEnv",
-    "service": "agentrl.envs.service:ServiceEnv",
-    "calculator": "agentrl.envs.calculator:CalculatorEnv",
-    "python": "agentrl.envs.python:PythonEnv",
+    "search": "agentrl.envs.builtin.search:SearchEnv",
+    "multi_agent": "agentrl.envs.builtin.hint_game:HintGameEnv",
+    "textgame": "agentrl.envs.builtin.textgame:TextGameEnv",
+    "service": "agentrl.envs.builtin.service:ServiceEnv",
+    "calculator": "agentrl.envs.builtin.calculator:CalculatorEnv",
+    "python": "agentrl.envs.builtin.python:PythonEnv",
 }
 """Built-in environments: name to entry point, imported when first made."""
 

@@ -22,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.process import printable
+from agentrl.processes.signals import printable
 from agentrl.types import Trajectory
 
 record = logging.getLogger(__name__)

@@ -30,9 +30,9 @@ import aiohttp
 import numpy as np
 import orjson
 
-from agentrl.rollout.chat import ChatTemplate
-from agentrl.rollout.client import EngineClient
 from agentrl.rollout.conversation import EpisodeLimits
+from agentrl.rollout.policies.sglang import EngineClient
+from agentrl.rollout.template.chat import ChatTemplate
 from agentrl.rollout.worker import EpisodeRunner
 from agentrl.types import SamplingParams, Task
 

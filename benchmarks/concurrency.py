@@ -27,8 +27,8 @@ from client_cpu import english, make_chat
 from turn_cost import CALL, SAMPLED, pages_of
 
 import agentrl
-from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.conversation import EpisodeLimits
+from agentrl.rollout.template.chat import ChatTemplate
 from agentrl.rollout.worker import EpisodeRunner
 from agentrl.types import Generation, SamplingParams, Task
 
@@ -51,7 +51,7 @@ class ScriptedEngine:
     async def generate(
         self, input_ids: np.ndarray, params: SamplingParams, *, rid: str, routing_key: str, timeout: float
     ) -> Generation:
-        """See :class:`agentrl.rollout.client.PolicyClient`."""
+        """See :class:`agentrl.rollout.policies.sglang.PolicyClient`."""
         await asyncio.sleep(LATENCY_S)
         self.requests += 1
         return Generation(

@@ -24,8 +24,8 @@ from typing import Any
 
 from rollout_efficiency import CONTEXT, play
 
-from agentrl.rollout.chat import ChatTemplate
-from agentrl.rollout.engine import EngineProcess, EngineSpec
+from agentrl.engines.engine import EngineProcess, EngineSpec
+from agentrl.rollout.template.chat import ChatTemplate
 
 TARGET = 0.4
 

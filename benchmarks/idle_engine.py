@@ -19,9 +19,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from agentrl.rollout.control import EngineControl
-from agentrl.rollout.engine import EngineProcess, EngineSpec
-from agentrl.warden import Proc
+from agentrl.engines.control import EngineControl
+from agentrl.engines.engine import EngineProcess, EngineSpec
+from agentrl.processes.warden import Proc
 
 LIMIT = 0.02
 HEALTH_INTERVAL_S = 15.0

@@ -29,10 +29,10 @@ import numpy as np
 import orjson
 
 from agentrl.envs.registry import make
-from agentrl.rollout.chat import ChatTemplate
-from agentrl.rollout.client import EngineClient, new_rid
 from agentrl.rollout.conversation import EpisodeLimits
+from agentrl.rollout.policies.sglang import EngineClient, new_rid
 from agentrl.rollout.sampling import request_fields
+from agentrl.rollout.template.chat import ChatTemplate
 from agentrl.rollout.worker import EpisodeRunner
 from agentrl.types import Generation, Outcome, SamplingParams, Task
 
@@ -143,8 +143,8 @@ def main() -> int:
     with ExitStack() as stack:
         url, key = options.url, os.environ.get("AGENTRL_API_KEY", "")
         if url is None:
-            from agentrl.rollout.engine import EngineProcess, EngineSpec
-            from agentrl.rollout.router import RouterProcess
+            from agentrl.engines.engine import EngineProcess, EngineSpec
+            from agentrl.engines.router import RouterProcess
 
             engine = EngineProcess(EngineSpec(options.model, context_length=CONTEXT + 8))
             stack.callback(engine.stop)

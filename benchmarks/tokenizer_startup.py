@@ -24,13 +24,13 @@ _TEMPLATE = (
 _MEASURE = """
 import sys, time
 from transformers import AutoTokenizer
-import agentrl.rollout.chat, numpy, jinja2, regex, transformers.utils.chat_template_utils
+import agentrl.rollout.template.chat, numpy, jinja2, regex, transformers.utils.chat_template_utils
 AutoTokenizer.from_pretrained(sys.argv[3])
 start = time.process_time()
 if sys.argv[1] == "transformers":
     AutoTokenizer.from_pretrained(sys.argv[2])
 else:
-    agentrl.rollout.chat.ChatTemplate(sys.argv[2])
+    agentrl.rollout.template.chat.ChatTemplate(sys.argv[2])
 print(time.process_time() - start)
 """
 

@@ -28,8 +28,8 @@ from turn_cost import SAMPLED, make_env, pages_of
 
 from agentrl.data.records import SEGMENT_ARRAYS
 from agentrl.data.store import TrajectoryStore
-from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.conversation import EpisodeLimits
+from agentrl.rollout.template.chat import ChatTemplate
 from agentrl.rollout.worker import EpisodeRunner
 from agentrl.types import SamplingParams, Task, Trajectory
 

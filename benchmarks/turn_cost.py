@@ -28,9 +28,9 @@ import orjson
 from client_cpu import english, make_chat
 
 import agentrl
-from agentrl.rollout.chat import ChatTemplate
-from agentrl.rollout.client import EngineClient
 from agentrl.rollout.conversation import EpisodeLimits
+from agentrl.rollout.policies.sglang import EngineClient
+from agentrl.rollout.template.chat import ChatTemplate
 from agentrl.rollout.worker import EpisodeRunner
 from agentrl.types import SamplingParams, Task
 

@@ -1,6 +1,6 @@
 """A weight sync against a bare broadcast of the same bytes plus SGLang's own load time.
 
-*Sync* is the wall time from pause to continue of :class:`agentrl.trainer.weight_sync.WeightSync` on a running
+*Sync* is the wall time from pause to continue of :class:`agentrl.weights.sync.WeightSync` on a running
 engine: what generation loses. *Reference* is
 
 - a bare gloo broadcast of one flat buffer of the same bytes, between two plain processes that form their group
@@ -35,11 +35,11 @@ from typing import Any
 import aiohttp
 import torch
 
-from agentrl.rollout.control import EngineControl
-from agentrl.rollout.engine import EngineProcess, EngineSpec
-from agentrl.trainer.sync_types import LocalSender
-from agentrl.trainer.weight_sender import WeightSender
-from agentrl.trainer.weight_sync import WeightSync
+from agentrl.engines.control import EngineControl
+from agentrl.engines.engine import EngineProcess, EngineSpec
+from agentrl.weights.protocol import LocalSender
+from agentrl.weights.sender import WeightSender
+from agentrl.weights.sync import WeightSync
 
 ROOT = Path(__file__).resolve().parents[1]
 RATIO_LIMIT = 1.5

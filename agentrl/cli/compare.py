@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.load import load_options
+from agentrl.config.layers import load_options
 from agentrl.errors import ConfigError
 
 INTRO = """\
@@ -90,7 +90,7 @@ def _print(words: Sequence[str], compared: Sequence[Any], everything: bool) -> N
     from rich.text import Text
 
     from agentrl.evaluation.compare import in_words
-    from agentrl.process import printable
+    from agentrl.processes.signals import printable
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(printable(f"A  {words[0]}\nB  {words[1]}")))
@@ -142,7 +142,7 @@ def _flip(flip: Any) -> str:
 def _list(console: Any, heading: str, lines: Iterable[str], everything: bool) -> None:
     from rich.text import Text
 
-    from agentrl.process import printable
+    from agentrl.processes.signals import printable
 
     lines = list(lines)
     shown = lines if everything else lines[:SHOWN]

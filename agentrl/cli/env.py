@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from agentrl.config.load import load_options
+from agentrl.config.layers import load_options
 from agentrl.errors import AgentRLError, ConfigError
 
 ACTIONS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agentrl.cli.env import PlayedOptions
-from agentrl.config.load import load_options
+from agentrl.config.layers import load_options
 
 INTRO = """\
 Check an environment before it is trained on: Gymnasium's own checker, text that breaks things, blocking and async calls
@@ -26,7 +26,7 @@ def usage(argv: Sequence[str]) -> str:
 def run(name: str, argv: Sequence[str]) -> int:
     """Check and print the report; returns the exit code."""
     given = load_options(PlayedOptions, argv)
-    from agentrl.envs.checker import BLOCKING, CHECKS, Report, maker_of, name_of, run_checks
+    from agentrl.envs.checks.checker import BLOCKING, CHECKS, Report, maker_of, name_of, run_checks
 
     width = max(len(name) for name in (BLOCKING, *map(name_of, CHECKS)))
     begun: list[str] = []

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
-from agentrl.config.load import load_options
+from agentrl.config.layers import load_options
 from agentrl.config.values import PathText
 from agentrl.errors import ConfigError
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from agentrl.cli.env import PlayedOptions, message_lines, tool_lines
-from agentrl.config.load import load_options
+from agentrl.config.layers import load_options
 from agentrl.config.schema import Count
 from agentrl.errors import ConfigError
 
@@ -67,7 +67,7 @@ def run(name: str, argv: Sequence[str]) -> int:
 
 def play(env: Any, *, seed: int, options: dict[str, Any], source: TextIO | None = None) -> int:
     """One episode with the turns of ``source`` (default: standard input); returns the exit code."""
-    from agentrl.envs.agents import acting_agent, shares_of
+    from agentrl.envs.multi_agent import acting_agent, shares_of
 
     observation, info = env.reset(seed=seed, options=options)
     tools = list(info.get("tools") or ())

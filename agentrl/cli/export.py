@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrl.config.load import load_options
+from agentrl.config.layers import load_options
 from agentrl.config.values import PathText
 from agentrl.errors import ConfigError
 

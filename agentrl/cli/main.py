@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from agentrl.errors import AgentRLError
-from agentrl.process import Terminated, printable, raise_on_signals
+from agentrl.processes.signals import Terminated, printable, raise_on_signals
 
 COMMANDS = {
     "train": "train an agent in an environment",

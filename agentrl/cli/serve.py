@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from agentrl.cli.extras import ENGINES, require
-from agentrl.config.load import load_options
+from agentrl.config.layers import load_options
 from agentrl.config.schema import PassedOn, TemplateOptions
 from agentrl.config.template import template_problems
 from agentrl.config.values import Count, PathText, Positive, Range, Seconds
@@ -87,7 +87,7 @@ def run(argv: Sequence[str]) -> int:
     if problems:
         raise ConfigError("\n".join(problems))
     require("serve", ENGINES)
-    from agentrl.serving import serve
+    from agentrl.serving.run import serve
 
     serve(options)
     return 0

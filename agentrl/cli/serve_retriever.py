@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from agentrl.config.load import load_options
+from agentrl.config.layers import load_options
 from agentrl.config.schema import Count, Positive
 from agentrl.config.values import PathText, Range
 
@@ -48,7 +48,7 @@ def usage(argv: Sequence[str]) -> str:
 def run(argv: Sequence[str]) -> int:
     """Serve until interrupted; returns the exit code."""
     given = load_options(RetrieverOptions, argv)
-    from agentrl.envs.search.server import serve
+    from agentrl.retrieval.server import serve
 
     serve(
         given.corpus,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agentrl.cli.compare import leading_words
-from agentrl.config.load import load_options
+from agentrl.config.layers import load_options
 from agentrl.config.values import Count, PathText, Positive
 from agentrl.errors import ConfigError, DataError
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from agentrl.cli.extras import TRAINING, require
 from agentrl.config import Config
-from agentrl.config.load import resolve
+from agentrl.config.layers import resolve
 
 INTRO = """\
 Train an agent: roll out episodes, turn their rewards into advantages, train, sync the weights, repeat.
@@ -31,6 +31,6 @@ def run(argv: Sequence[str]) -> int:
     for note in resolved.notes:
         print(f"note: {note}", file=sys.stderr)
     require("train", TRAINING)
-    from agentrl.trainer.run import train
+    from agentrl.orchestrator.launch import train
 
     return train(resolved.config) or 0

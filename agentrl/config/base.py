@@ -67,4 +67,4 @@ class OptionSet:
             kwargs["rm_url"] = self.rm_url
         if self.streaming_data:
             kwargs |= {"streaming": True, "workers": self.num_data_workers}
-        return "agentrl.envs.prompt:PromptEnv", kwargs
+        return "agentrl.envs.builtin.prompt:PromptEnv", kwargs

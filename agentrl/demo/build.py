@@ -20,7 +20,7 @@ from typing import Any
 
 from agentrl.demo.demonstrations import Demonstrations, Habits
 from agentrl.demo.tokenizer import VOCAB_SIZE, save_tokenizer
-from agentrl.envs.search import names
+from agentrl.envs.builtin.search import names
 
 MODEL = {
     "vocab_size": VOCAB_SIZE,

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.envs.search import names, world
-from agentrl.envs.search.env import SYSTEM_PROMPT, format_passages, search_tool_schema
+from agentrl.envs.builtin.search import names, world
+from agentrl.envs.builtin.search.env import SYSTEM_PROMPT, format_passages, search_tool_schema
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": %s}}\n</tool_call>'
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.demo.demonstrations import RESPONSE
-from agentrl.envs.search.env import SearchEnv
+from agentrl.envs.builtin.search.env import SearchEnv
 
 
 @dataclass

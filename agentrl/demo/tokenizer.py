@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from agentrl.envs.search import names, world
+from agentrl.envs.builtin.search import names, world
 
 VOCAB_SIZE = 1536
 """Tokens and rows of the embedding, a multiple of 128 so that any tensor-parallel size divides it."""
@@ -48,7 +48,7 @@ winter summer morning evening question answering consider therefore because betw
 
 def _texts() -> list[str]:
     """Texts whose every piece becomes a token: what prompts, passages, calls and answers are made of."""
-    from agentrl.envs.search import env
+    from agentrl.envs.builtin.search import env
 
     relations = world.RELATIONS.values()
     facts = {name: "" for name in world.RELATIONS}

@@ -14,8 +14,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from agentrl.tools.event_loop import attend, ours
-from agentrl.tools.threads import own_thread, run_blocking, run_coroutine
+from agentrl.concurrency.event_loop import attend, ours
+from agentrl.concurrency.threads import own_thread, run_blocking, run_coroutine
 
 Function = Callable[..., Any]
 

@@ -15,11 +15,11 @@ import gymnasium
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.utils import seeding
 
+from agentrl.concurrency.threads import release_thread, run_blocking
 from agentrl.envs.authoring import PAIRS, SKIP, complete_pair, taking_settings, written
-from agentrl.envs.spaces import Unicode
 from agentrl.errors import ConfigError, EnvError
 from agentrl.rewards.number import checked_reward
-from agentrl.tools.threads import release_thread, run_blocking
+from agentrl.spaces import Unicode
 from agentrl.types import Message, StopReason
 
 _SPACE = Unicode()

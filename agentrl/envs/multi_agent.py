@@ -1,203 +1,145 @@
-"""``HintGameEnv``: one agent hints at an object, the other finds it; they play together or against each other."""
+"""``MultiAgentEnv``: several agents take turns in one episode, each with a conversation of its own."""
 
 from __future__ import annotations
 
-import re
-import zlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-import numpy as np
+import gymnasium
 
-from agentrl.envs.agents import MultiAgentEnv
-from agentrl.envs.tool_tasks import task_index
-from agentrl.errors import ConfigError
-from agentrl.tools.parsers import get_parser
-
-ATTRIBUTES = {
-    "size": ("tiny", "small", "large", "huge"),
-    "color": ("red", "blue", "green", "white", "black", "yellow"),
-    "shape": ("ball", "box", "cup", "star", "ring", "cone"),
-}
-REWARDS = ("shared", "opposed")
-NUM_TASKS = {"train": 10_000, "test": 500}
-_KIND = {word: kind for kind, words in ATTRIBUTES.items() for word in words}
-_TRIES = 2
-
-HINTER = (
-    "You see objects and know which one is meant. Reply with one word that is true of it: its {kinds}. {interest} "
-    "A word may be used once."
-)
-GUESSER = "Find the object that is meant. The hint is always true. {interest} Reply with its number."
-INTERESTS = {
-    "shared": ("You win if the other player finds it.", "The other player wants you to find it."),
-    "opposed": ("You win if the other player does not find it.", "The other player wants you to miss it."),
-}
-
-Thing = tuple[str, str, str]
-"""Size, color, shape."""
+from agentrl.envs.core import Env
+from agentrl.errors import ConfigError, EnvError
+from agentrl.rewards.number import checked_reward
+from agentrl.types import Message
 
 
-class HintGameEnv(MultiAgentEnv):
-    """A reference game of two agents over objects such as *small red ball*.
+class MultiAgentEnv(Env):
+    """Base class of environments in which several agents, all played by the policy, take turns.
 
-    The ``hinter`` sees the objects and which one is meant, and says one true word about it. The ``guesser`` sees the
-    word and the objects, numbered in another order, and names one. Only the word is passed on, so nothing else can
-    be agreed upon. A wrong guess leads to the next round, if there is one, with another word.
+    Subclasses set ``agents`` and define ``reset`` and ``step`` (or the async ones) as for :class:`Env`, with more
+    in ``info``:
 
-    With ``shared`` rewards both earn 1/round for the right guess, 0 otherwise: the best word is one that no
-    other object shares. With ``opposed`` ones the guesser earns 1/round, or -1 if it never finds the object, and
-    the hinter the negative of it: its best word is one that most objects share.
+    - after a reset: ``prompts``, for each agent how its conversation opens: the text of a system message, or
+      ``{"messages": [...], "tools": [...], "stop": [...]}``. ``agent`` is who acts first (default: the first of
+      ``agents``), and the observation is the first thing it is told.
+    - after a step: ``agent`` is who acts next (default: the next of ``agents``, the first after the last). The
+      observation, or ``messages``, is what *that* agent has not seen yet. ``agent_rewards`` is what each agent
+      earns; without it everyone earns the step's reward.
 
-    Args:
-        rewards: ``shared`` or ``opposed``.
-        objects: how many there are, 2 to 8.
-        rounds: hints and guesses until the object counts as not found.
-
-    Raises:
-        ConfigError: an argument is out of range.
+    :attr:`acting` is whose action a step gets. ``max_turns`` counts the turns of all. The episode leaves one
+    trajectory for each agent, with that agent's tokens and rewards; ``success`` is the episode's.
 
     Example:
-        >>> env = HintGameEnv()
-        >>> env.reset(options={"split": "test", "index": 0})[1]["agent"]
-        'hinter'
-        >>> env.step("blue")[4]["agent"]
-        'guesser'
+        >>> class Telephone(MultiAgentEnv):
+        ...     agents = ("teller", "writer")
+        ...     def reset(self, *, seed=None, options=None):
+        ...         prompts = {"teller": "Describe the word, never say it.", "writer": "Which word is it?"}
+        ...         return "The word is rain.", {"prompts": prompts}
+        ...     def step(self, action):
+        ...         if self.acting == "teller":
+        ...             return action, 0.0, False, False, {}
+        ...         solved = "rain" in action
+        ...         return "", float(solved), True, False, {"success": solved}
+        >>> env = Telephone()
+        >>> _, info = env.reset(seed=0)
+        >>> info["agent"], [message["content"] for message in info["messages"]]
+        ('teller', ['Describe the word, never say it.', 'The word is rain.'])
+        >>> env.step("It falls from clouds.")[4]
+        {'messages': [{'role': 'user', 'content': 'It falls from clouds.'}], 'agent': 'writer'}
     """
 
-    agents = ("hinter", "guesser")
-    call_format = "none"
+    agents: ClassVar[tuple[str, ...]] = ()
+    """Names of the agents. Trajectories, groups and metrics carry them: letters, digits, ``_`` and ``-``."""
 
-    def __init__(self, *, rewards: str = "shared", objects: int = 4, rounds: int = 1) -> None:
-        if rewards not in REWARDS:
-            raise ConfigError(f"rewards is {rewards!r}; expected one of {', '.join(REWARDS)}")
-        for name, value, most in (("objects", objects, 8), ("rounds", rounds, 3)):
-            least = 2 if name == "objects" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise ConfigError(f"{name} is {value!r}; a whole number from {least} to {most} is expected")
-        self.rewards, self.objects, self.rounds = rewards, objects, rounds
-        # As many as can be taken: whoever is about to lose must not get away by wasting them.
-        self.max_turns = len(self.agents) * _TRIES * rounds
-
-    def num_tasks(self, split: str) -> int:
-        return NUM_TASKS[self.split_of({"split": split})]
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        split = self.split_of(options)
-        index = task_index(self, split, options)
-        self.things, self.target = make_task(split, index, self.objects)
-        self.round, self.said, self._tries = 1, [], _TRIES
-        known, sought = INTERESTS[self.rewards]
-        numbered = "\n".join(f"{number}. {' '.join(thing)}" for number, thing in enumerate(self.things, 1))
-        self._numbered = f"Objects:\n{numbered}\nHint: "
-        listed = ", ".join(" ".join(thing) for thing in sorted(self.things))
-        info = {
-            "prompts": {
-                "hinter": HINTER.format(kinds=", ".join(ATTRIBUTES), interest=known),
-                "guesser": GUESSER.format(interest=sought),
-            },
-            "task_id": f"{split}/{index}",
-            "category": next(_KIND[word] for word in self.target if self._shared_by(word) == 1),
-        }
-        return f"Objects: {listed}.\nMeant: {' '.join(self.target)}.", info
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        text = get_parser("none").parse(action).content.lower()
-        return self._hint(text) if self.acting == "hinter" else self._guess(text)
+    acting: str = ""
+    """Who acts in the next step."""
 
     def forfeit(self, agent: str) -> dict[str, float]:
-        """Who does not come to an end loses; together, nobody wins."""
-        return self._paid(found=False, against=agent)
+        """Rewards when ``agent`` uses up one of its budgets, so that the episode ends in the middle of its turn.
 
-    # -- the two roles ---------------------------------------------------------------------------
+        An agent that is about to lose must not gain by rambling: in games with opposed interests, answer with
+        what losing costs. By default nobody gets anything.
+        """
+        return {}
 
-    def _hint(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        words = [word for word in re.findall(r"[a-z]+", text) if word in _KIND]
-        fault = None
-        if len(set(words)) != 1:
-            fault = f"Say exactly one of these words: {', '.join(self.target)}."
-        elif words[0] not in self.target:
-            fault = f"It is not {words[0]}. Say one of: {', '.join(self.target)}."
-        elif words[0] in self.said:
-            fault = f"You said {words[0]} already. Say another word that is true of it."
-        if fault is not None:
-            return self._again("hinter", fault)
-        self.said.append(words[0])
-        self._tries = _TRIES
-        shown = self._numbered if self.round == 1 else "Next hint: "
-        return f"{shown}{words[0]}", 0.0, False, False, {"agent": "guesser", "agent_rewards": {}}
+    def check_settings(self) -> None:
+        super().check_settings()
+        names = self.agents
+        good = all(isinstance(n, str) and n.replace("_", "").replace("-", "").isalnum() for n in names)
+        if not names or not good or len(set(names)) < len(names):
+            raise ConfigError(
+                f"{type(self).__name__}.agents is {names!r}; distinct names are expected, of letters, digits, '_' and "
+                "'-'."
+            )
 
-    def _guess(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        numbers = re.findall(r"\d+", text)
-        number = int(numbers[-1][:4]) if numbers else 0
-        if not 1 <= number <= len(self.things):
-            return self._again("guesser", f"Reply with a number from 1 to {len(self.things)}.")
-        self._tries = _TRIES
-        if self.things[number - 1] == self.target:
-            return self._over(found=True)
-        self.round += 1
-        if self.round > min(self.rounds, len(self.target)):
-            return self._over(found=False)
-        wrong = f"The other player guessed {' '.join(self.things[number - 1])}. Say another word."
-        return wrong, 0.0, False, False, {"agent": "hinter", "agent_rewards": {}}
+    def render(self) -> str:
+        """The conversations so far as one text, each turn under its agent's name."""
+        return "\n".join(f"{m.get('name') or m['role']}: {m.get('content', '')}" for m in self._transcript)
 
-    def _again(self, agent: str, fault: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        self._tries -= 1
-        if self._tries <= 0:
-            return self._over(found=False, against=agent)
-        return fault, 0.0, False, False, {"agent": agent, "agent_rewards": {}}
+    # -- around the author's code ----------------------------------------------------------------
 
-    def _over(self, *, found: bool, against: str = "guesser") -> tuple[str, float, bool, bool, dict[str, Any]]:
-        paid = self._paid(found=found, against=against)
-        return "", paid["guesser"], True, False, {"success": found, "agent_rewards": paid}
+    def _after_reset(self, result: Any) -> tuple[str, dict[str, Any]]:
+        observation, info = super()._after_reset(result)
+        info["prompts"] = self._prompts(info.get("prompts"))
+        self.acting = self._agent(info.setdefault("agent", self.agents[0]), "reset")
+        opening = info["prompts"][self.acting]
+        told = [m for m in info["messages"] if m.get("content") or m.get("tool_calls")]
+        # Whoever knows of one agent only finds here what it would find anywhere else.
+        info["messages"] = [*opening["messages"], *told]
+        info |= {name: opening[name] for name in ("tools", "stop") if opening.get(name)}
+        self._transcript = list(info["messages"])
+        return observation, info
 
-    def _paid(self, *, found: bool, against: str) -> dict[str, float]:
-        """Rewards of the end; ``against`` is who loses a game with opposed rewards that finds nothing."""
-        value = 1.0 / self.round if found else 0.0
-        if self.rewards == "shared":
-            return {"hinter": value, "guesser": value}
-        won = value if found else (1.0 if against == "hinter" else -1.0)
-        return {"hinter": -won, "guesser": won}
+    def _before_step(self, action: str) -> None:
+        super()._before_step(action)
+        self._transcript[-1]["name"] = self.acting
 
-    def _shared_by(self, word: str) -> int:
-        return sum(word in thing for thing in self.things)
+    def _after_step(self, result: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = super()._after_step(result)
+        rewards = info.get("agent_rewards")
+        if rewards is not None:
+            where = f"{type(self).__name__}.step"
+            if not isinstance(rewards, Mapping):
+                raise EnvError(f"{where}: info['agent_rewards'] must be a dict, got {rewards!r:.80}.")
+            info["agent_rewards"] = {
+                self._agent(name, "step"): checked_reward(value, f"the reward of {where} for {name!r}")
+                for name, value in rewards.items()
+            }
+        if not terminated and not truncated:
+            following = self.agents[(self.agents.index(self.acting) + 1) % len(self.agents)]
+            self.acting = self._agent(info.setdefault("agent", following), "step")
+        return observation, reward, terminated, truncated, info
 
-    def oracle(self) -> str:
-        """What a perfect player in the place of the acting agent says; for tests."""
-        if self.acting == "guesser":
-            fitting = [i for i, thing in enumerate(self.things, 1) if set(self.said) <= set(thing)]
-            return str(fitting[0])
-        words = sorted((w for w in self.target if w not in self.said), key=self._shared_by)
-        return words[0 if self.rewards == "shared" else -1]
+    def _prompts(self, given: Any) -> dict[str, dict[str, Any]]:
+        where = f"{type(self).__name__}.reset: info['prompts']"
+        if not isinstance(given, Mapping) or set(given) != set(self.agents):
+            found = sorted(given) if isinstance(given, Mapping) else given
+            raise EnvError(f"{where} must hold a prompt for each of {list(self.agents)}, got {found!r:.120}.")
+        return {name: _prompt(given[name], f"{where}[{name!r}]") for name in self.agents}
 
-
-def held_out(thing: Thing) -> bool:
-    """Whether tasks about this object belong to the test split: those of a quarter of all objects."""
-    return zlib.crc32(" ".join(thing).encode()) % 4 == 0
-
-
-def make_task(split: str, index: int, objects: int) -> tuple[list[Thing], Thing]:
-    """Objects in the guesser's order and the one that is meant.
-
-    One of its words is true of no other object, so that one hint can be enough, and one is true of another.
-    """
-    rng = np.random.default_rng([zlib.crc32(split.encode()), index])
-    while True:
-        target = _draw(rng)
-        if held_out(target) != (split == "test"):
-            continue
-        things = {target}
-        while len(things) < objects:
-            thing = list(_draw(rng))
-            if rng.random() < 0.7:  # share something with what is meant, or every word would do
-                place = int(rng.integers(len(target)))
-                thing[place] = target[place]
-            things.add((thing[0], thing[1], thing[2]))
-        sharing = [sum(word in thing for thing in things) for word in target]
-        if min(sharing) == 1 and max(sharing) > 1:
-            order = sorted(things)
-            return [order[i] for i in rng.permutation(len(order))], target
+    def _agent(self, name: Any, where: str) -> str:
+        if name not in self.agents:
+            raise EnvError(
+                f"{type(self).__name__}.{where} names the agent {name!r}; the agents are {', '.join(self.agents)}."
+            )
+        return name
 
 
-def _draw(rng: np.random.Generator) -> Thing:
-    size, color, shape = (words[int(rng.integers(len(words)))] for words in ATTRIBUTES.values())
-    return size, color, shape
+def acting_agent(env: gymnasium.Env[Any, Any]) -> str:
+    """Whose turn it is in ``env``, in wrappers or not; empty where there is only one."""
+    inside = env.unwrapped
+    return inside.acting if isinstance(inside, MultiAgentEnv) else ""
+
+
+def shares_of(env: gymnasium.Env[Any, Any], reward: float, info: Mapping[str, Any]) -> dict[str, float]:
+    """What each agent of ``env`` gets of a step that gave ``reward`` and ``info``."""
+    given = info.get("agent_rewards")
+    return dict.fromkeys(env.unwrapped.agents, reward) if given is None else dict(given)
+
+
+def _prompt(given: Any, where: str) -> dict[str, Any]:
+    if isinstance(given, str):
+        return {"messages": [Message(role="system", content=given)]}
+    if not isinstance(given, Mapping) or not isinstance(given.get("messages"), list):
+        raise EnvError(f"{where} must be text or a dict with a list 'messages', got {given!r:.120}.")
+    return dict(given)

@@ -23,13 +23,13 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
 from agentrl._gymnasium import BUILT_IN
 from agentrl.envs.core import Env
-from agentrl.envs.wrapper import Wrapper
+from agentrl.envs.wrappers.base import Wrapper
 from agentrl.errors import ConfigError
 from agentrl.loading import is_spec, load_file, load_object, portable
 
 ENTRY_POINT_GROUP = "agentrl.envs"
 GYM = "gym:"
-"""Before the id of a Gymnasium environment: it is played in text, by :class:`agentrl.envs.gym_adapter.GymEnv`."""
+"""Before the id of a Gymnasium environment: :class:`~agentrl.envs.adapters.gymnasium.GymEnv` plays it in text."""
 PASSING = (OrderEnforcing, PassiveEnvChecker)
 """Wrappers that ``gymnasium.make`` puts around everything, and that change nothing."""
 _NAME = re.compile(r"[A-Za-z][\w-]*\Z")
@@ -87,7 +87,7 @@ def find(spec: str) -> EnvEntry:
     if spec in _registry:
         return _registry[spec]
     if spec.startswith(GYM):
-        return EnvEntry(spec, "agentrl.envs.gym_adapter:GymEnv", {"id": spec.removeprefix(GYM)})
+        return EnvEntry(spec, "agentrl.envs.adapters.gymnasium:GymEnv", {"id": spec.removeprefix(GYM)})
     if match := re.fullmatch(r"agentrl/([\w-]+?)(?:-v0)?", spec):
         return find(match.group(1))
     for point in _entry_points():

@@ -13,16 +13,16 @@ from typing import Any, ClassVar
 import numpy as np
 
 from agentrl.envs.core import Env, require_number
-from agentrl.envs.dataset import content_hash, row_id
 from agentrl.envs.judging import check_reward, check_reward_signatures, is_success, reward_of
 from agentrl.envs.tool_tasks import task_index, task_row
 from agentrl.errors import ConfigError
 from agentrl.rewards import RewardSet
 from agentrl.rewards.number import checked_reward
 from agentrl.shared_keys import SharedKeys
+from agentrl.tasks.dataset import content_hash, row_id
 from agentrl.tools.base import FunctionTool, Tool, ToolErrorType, ToolResult
 from agentrl.tools.execution import close_tools, run_calls, start_tools
-from agentrl.tools.parsers import NoneParser, Parsed, Parser, clean_text, get_parser
+from agentrl.tools.formats import NoneParser, Parsed, Parser, clean_text, get_parser
 from agentrl.types import Message, ToolCall
 
 _tool_message = SharedKeys()

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from agentrl.concurrency.event_loop import attend
+from agentrl.concurrency.threads import own_thread
 from agentrl.errors import ConfigError, EnvError
-from agentrl.tools.event_loop import attend
-from agentrl.tools.threads import own_thread
 
 if TYPE_CHECKING:
     from agentrl.envs.tool_env import ToolEnv

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.config.schema import EvalConfig
-from agentrl.data.tasks import drawn_held_out_task, env_label, held_out_tasks
-from agentrl.envs.prompt import PromptEnv
+from agentrl.envs.builtin.prompt import PromptEnv
 from agentrl.envs.tool_env import check_machine
 from agentrl.errors import ConfigError
 from agentrl.evaluation.metrics import EvalSummary, summarize
 from agentrl.rollout.rehearsal import rehearse
 from agentrl.rollout.setup import make_env
+from agentrl.tasks.source import drawn_held_out_task, env_label, held_out_tasks
 from agentrl.types import Task, Trajectory
 
 TRAINING_SPLIT = "train"

@@ -42,7 +42,7 @@ def model_folder(cfg: EvalConfig) -> str | None:
         return None
     if cfg.run is None:
         return str(cfg.hf_checkpoint)
-    from agentrl.trainer.checkpoint import CheckpointStore
+    from agentrl.data.checkpoint import CheckpointStore
 
     return str(CheckpointStore.open_run(cfg.run, which=cfg.checkpoint).hf_folder)
 
@@ -55,7 +55,7 @@ def settled(cfg: EvalConfig) -> EvalConfig:
     """
     if cfg.base_url is None or cfg.model is not None:
         return cfg
-    from agentrl.rollout.openai import served_model
+    from agentrl.rollout.policies.openai import served_model
 
     return cfg.replace(model=served_model(cfg))
 
@@ -111,13 +111,13 @@ async def open_policy(
         ConfigError: an environment has tools, and calls cannot be read as the model's chat template writes them.
     """
     if model is None:
-        from agentrl.rollout.openai import open_server
+        from agentrl.rollout.policies.openai import open_server
 
         async with open_server(cfg) as (client, chat):
             yield Policy(client, chat, broken=client.broken, trouble=lambda: client.trouble, notes=client.notes)
         return
-    from agentrl.rollout.client import EngineClient
-    from agentrl.rollout.pool import EnginePool
+    from agentrl.engines.pool import EnginePool
+    from agentrl.rollout.policies.sglang import EngineClient
 
     chat = open_chat(cfg, model)
     about_template = template_notes(cfg, chat, environments, training=False)

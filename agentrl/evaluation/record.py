@@ -13,11 +13,11 @@ from typing import Any
 
 from agentrl.config.schema import EvalConfig
 from agentrl.config.template import template_source, template_variables
-from agentrl.envs.taskfiles import find_files
 from agentrl.errors import ConfigError, DataError
 from agentrl.evaluation.heldout import HeldOutSet
 from agentrl.evaluation.policy import model_folder
 from agentrl.rollout.setup import make_env
+from agentrl.tasks.files import find_files
 from agentrl.types import Task
 
 SAMPLE = 64 << 20
@@ -158,7 +158,7 @@ def _files(text: str) -> Iterator[Path]:
             yield from (Path(file.path) for file in find_files(text))
 
 
-PROMPT_ENV = "agentrl.envs.prompt:PromptEnv"
+PROMPT_ENV = "agentrl.envs.builtin.prompt:PromptEnv"
 HOW_IT_IS_READ = ("streaming", "workers", "cache_dir")
 """Arguments of prompt data that change nothing about its tasks."""
 

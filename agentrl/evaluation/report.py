@@ -18,7 +18,7 @@ from agentrl.data.files import finite, write_text
 from agentrl.evaluation.heldout import TRAINING_SPLIT, HeldOutSet
 from agentrl.evaluation.metrics import Estimate, EvalSummary
 from agentrl.evaluation.results import SUMMARY_VERSION
-from agentrl.process import printable
+from agentrl.processes.signals import printable
 
 
 def warnings_before(cfg: EvalConfig, sets: Iterable[HeldOutSet]) -> list[str]:

@@ -29,7 +29,7 @@ from rich.text import Text
 from agentrl.config.schema import EvalConfig
 from agentrl.data.files import JsonLines
 from agentrl.data.records import to_record
-from agentrl.data.rundir import RunDir
+from agentrl.data.run_folder import RunDir
 from agentrl.envs.judging import is_success, judge_again
 from agentrl.envs.tool_env import ToolEnv
 from agentrl.errors import ConfigError, DataError

@@ -14,8 +14,8 @@ from typing import Any
 from agentrl.data.files import read_jsonl
 from agentrl.data.records import SCHEMA_VERSION, from_record
 from agentrl.data.store import TrajectoryStore
-from agentrl.data.tasks import env_label
 from agentrl.errors import DataError
+from agentrl.tasks.source import env_label
 from agentrl.types import Trajectory
 
 TRAJECTORIES = "trajectories.jsonl"

@@ -23,7 +23,7 @@ from agentrl.config.schema import EvalConfig
 from agentrl.config.serialize import run_folder_of
 from agentrl.data.files import JsonLines, atomic_file, json_line, read_jsonl
 from agentrl.data.records import to_record
-from agentrl.data.rundir import RunDir
+from agentrl.data.run_folder import RunDir
 from agentrl.errors import ConfigError
 from agentrl.evaluation.heldout import HeldOutSet, held_out_sets, rehearse_set
 from agentrl.evaluation.metrics import EvalSummary, by_episode, is_error, is_whole, summarize
@@ -32,11 +32,11 @@ from agentrl.evaluation.policy import Policy, described, model_folder, model_ide
 from agentrl.evaluation.record import identity, refuse_other
 from agentrl.evaluation.report import Report, warnings_before
 from agentrl.evaluation.results import SUMMARY, TRAJECTORIES, read_episodes, read_summaries
-from agentrl.process import cancel_on_signals, write_log_to
+from agentrl.processes.signals import cancel_on_signals, write_log_to
+from agentrl.processes.warden import Warden
 from agentrl.progress import Progress, shown
 from agentrl.rollout.setup import scratch
 from agentrl.types import Trajectory, replace
-from agentrl.warden import Warden
 
 DATE = "chat_template_date"
 IDENTITY = "evaluation"

@@ -19,7 +19,7 @@ from agentrl.config.names import nearest
 from agentrl.errors import ConfigError, DataError
 from agentrl.evaluation.metrics import by_episode, is_error, solved
 from agentrl.evaluation.results import EvalResult
-from agentrl.process import printable
+from agentrl.processes.signals import printable
 from agentrl.types import Message, Outcome, Segment, Trajectory
 
 TRAINED, MASKED = "▌", "│"

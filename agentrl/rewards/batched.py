@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.concurrency.event_loop import attend
+from agentrl.concurrency.threads import run_blocking
 from agentrl.errors import AgentRLError, ConfigError, EnvError
 from agentrl.rewards.shared import SharedReward
-from agentrl.tools.event_loop import attend
-from agentrl.tools.threads import run_blocking
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from agentrl.concurrency.event_loop import attend, ours
+from agentrl.concurrency.threads import has_thread, own_thread, run_blocking
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.loading import is_spec, load_object
 from agentrl.rewards.choice import gpqa
@@ -17,8 +19,6 @@ from agentrl.rewards.number import checked_reward
 from agentrl.rewards.shared import SharedReward
 from agentrl.rewards.signature import check_signature
 from agentrl.rewards.text import exact_match, f1
-from agentrl.tools.event_loop import attend, ours
-from agentrl.tools.threads import has_thread, own_thread, run_blocking
 
 RewardFunction = Callable[..., Any]
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from agentrl.concurrency.threads import run_blocking
 from agentrl.errors import ConfigError, EngineError, InfraError
 from agentrl.rewards.reply_cache import ReplyCache
 from agentrl.rewards.shared import SharedReward
 from agentrl.rewards.verdicts import PROMPT, SYSTEM_PROMPT, check_prompt, compile_format, fill, read_score
-from agentrl.tools.threads import run_blocking
 from agentrl.types import SamplingParams
 
 if TYPE_CHECKING:

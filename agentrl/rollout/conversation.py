@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from agentrl.errors import ConfigError, EngineError, EnvError
-from agentrl.rollout.chat import INLINE, ChatTemplate
-from agentrl.rollout.client import PolicyClient, new_rid
-from agentrl.rollout.extension import Earlier
 from agentrl.rollout.ledger import TokenLedger
+from agentrl.rollout.policies.sglang import PolicyClient, new_rid
 from agentrl.rollout.sampling import for_turn, turn_seed
+from agentrl.rollout.template.chat import INLINE, ChatTemplate
+from agentrl.rollout.template.extension import Earlier
 from agentrl.shared_keys import SharedKeys
-from agentrl.tools.parsers import Parsed, Parser
+from agentrl.tools.formats import Parsed, Parser
 from agentrl.types import Message, SamplingParams, Segment, StopReason, replace
 
 AUTHOR_ROLES = ("system", "developer", "assistant")

@@ -6,8 +6,8 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from agentrl.concurrency.threads import own_thread
 from agentrl.errors import authors_frames
-from agentrl.tools.threads import own_thread
 
 
 def describe(error: BaseException, frames: int = 3) -> str:

@@ -12,17 +12,17 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from agentrl.concurrency.event_loop import attend
+from agentrl.concurrency.threads import contained
 from agentrl.errors import ConfigError, EnvError, InfraError, LedgerError
 from agentrl.rewards.number import checked_reward
-from agentrl.rollout.agents import SOLE_AGENT, AgentPart, Opening, shares
-from agentrl.rollout.chat import ChatTemplate
-from agentrl.rollout.client import PolicyClient
+from agentrl.rollout.agent import SOLE_AGENT, AgentPart, Opening, shares
 from agentrl.rollout.conversation import Conversation, EpisodeEnd, EpisodeLimits, Turn
 from agentrl.rollout.env_calls import describe, entry_point
 from agentrl.rollout.generate_hook import GenerateContext, GenerateFunction
-from agentrl.tools.event_loop import attend
-from agentrl.tools.parsers import get_parser
-from agentrl.tools.threads import contained
+from agentrl.rollout.policies.sglang import PolicyClient
+from agentrl.rollout.template.chat import ChatTemplate
+from agentrl.tools.formats import get_parser
 from agentrl.types import Message, Outcome, SamplingParams, StopReason, Task, Trajectory
 
 __all__ = ["Episode", "EpisodeLimits", "describe", "play_episode", "run_episode"]

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from agentrl.concurrency.threads import run_blocking
 from agentrl.errors import EnvError
 from agentrl.rewards.combine import REHEARSING
 from agentrl.rollout.conversation import EpisodeLimits, Turn
 from agentrl.rollout.episode import describe, play_episode
 from agentrl.rollout.generate_hook import load_generate_function
-from agentrl.tools.parsers import Parser
-from agentrl.tools.threads import run_blocking
+from agentrl.tools.formats import Parser
 from agentrl.types import Message, SamplingParams, StopReason, Task
 
 log = logging.getLogger(__name__)

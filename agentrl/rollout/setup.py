@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.template import template_date, template_source, template_variables
+from agentrl.engines.engine import EngineSpec
 from agentrl.errors import ConfigError
+from agentrl.processes.warden import Warden
 from agentrl.rollout.conversation import EpisodeLimits
-from agentrl.rollout.engine import EngineSpec
 from agentrl.types import SamplingParams
-from agentrl.warden import Warden
 
 if TYPE_CHECKING:
-    from agentrl.rollout.chat import ChatTemplate
+    from agentrl.rollout.template.chat import ChatTemplate
 
 CONTEXT_MARGIN = 64
 
@@ -79,7 +79,7 @@ def open_chat(cfg: Any, model_dir: str) -> ChatTemplate:
     Raises:
         ConfigError: there is no tokenizer.
     """
-    from agentrl.rollout.chat import ChatTemplate
+    from agentrl.rollout.template.chat import ChatTemplate
 
     return ChatTemplate(
         model_dir, chat_template=template_source(cfg), variables=template_variables(cfg), date=template_date(cfg)
@@ -99,7 +99,7 @@ def template_notes(
     Raises:
         ConfigError: one of them has tools, and calls cannot be read as the template writes them.
     """
-    from agentrl.rollout.template_check import check_template
+    from agentrl.rollout.template.check import check_template
 
     if cfg.custom_generate_function_path is not None:
         return []

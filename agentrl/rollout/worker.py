@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from agentrl.concurrency.threads import OwnThread, belongs_to, own_thread, release_thread
 from agentrl.errors import ConfigError
-from agentrl.rollout.chat import ChatTemplate
-from agentrl.rollout.client import PolicyClient
 from agentrl.rollout.conversation import EpisodeLimits
 from agentrl.rollout.episode import describe, play_episode
 from agentrl.rollout.garbage import SELDOM
 from agentrl.rollout.generate_hook import GenerateFunction, load_generate_function
+from agentrl.rollout.policies.sglang import PolicyClient
 from agentrl.rollout.sampling import checked
-from agentrl.tools.threads import OwnThread, belongs_to, own_thread, release_thread
+from agentrl.rollout.template.chat import ChatTemplate
 from agentrl.types import Group, Outcome, SamplingParams, StopReason, Task, Trajectory
 
 log = logging.getLogger(__name__)

@@ -10,27 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.tools.base import FunctionTool, Tool, ToolError, ToolErrorType, ToolResult, tool
 from agentrl.tools.execution import close_tools, run_call, run_calls
-from agentrl.tools.parsers import Parsed, Parser, detect_format, get_parser
+from agentrl.tools.formats import Parsed, Parser, detect_format, get_parser
 
 if TYPE_CHECKING:
-    from agentrl.tools.calculator import CalculatorTool
-    from agentrl.tools.fetch import FetchTool
-    from agentrl.tools.files import FilesTool
+    from agentrl.tools.builtin.calculator import CalculatorTool
+    from agentrl.tools.builtin.fetch import FetchTool
+    from agentrl.tools.builtin.files import FilesTool
+    from agentrl.tools.builtin.python import PythonTool
+    from agentrl.tools.builtin.search import SearchTool
+    from agentrl.tools.definitions import OpenAITool, from_openai, to_openai
     from agentrl.tools.mcp import mcp_tools
-    from agentrl.tools.openai import OpenAITool, from_openai, to_openai
-    from agentrl.tools.python import PythonTool
-    from agentrl.tools.search import SearchTool
 
 _HOME = {
-    "CalculatorTool": "agentrl.tools.calculator",
-    "FetchTool": "agentrl.tools.fetch",
-    "FilesTool": "agentrl.tools.files",
-    "OpenAITool": "agentrl.tools.openai",
-    "PythonTool": "agentrl.tools.python",
-    "SearchTool": "agentrl.tools.search",
-    "from_openai": "agentrl.tools.openai",
+    "CalculatorTool": "agentrl.tools.builtin.calculator",
+    "FetchTool": "agentrl.tools.builtin.fetch",
+    "FilesTool": "agentrl.tools.builtin.files",
+    "OpenAITool": "agentrl.tools.definitions",
+    "PythonTool": "agentrl.tools.builtin.python",
+    "SearchTool": "agentrl.tools.builtin.search",
+    "from_openai": "agentrl.tools.definitions",
     "mcp_tools": "agentrl.tools.mcp",
-    "to_openai": "agentrl.tools.openai",
+    "to_openai": "agentrl.tools.definitions",
 }
 
 __all__ = [

@@ -15,12 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.errors import EnvError, InfraError, is_authors
-from agentrl.tools.base import FunctionTool, Tool, ToolError, ToolErrorType, ToolResult
-from agentrl.tools.event_loop import HeldTooLong, attend, ours
-from agentrl.tools.parsers import clean_text
-from agentrl.tools.redaction import redact
-from agentrl.tools.threads import (
+from agentrl.concurrency.event_loop import HeldTooLong, attend, ours
+from agentrl.concurrency.threads import (
     MAX_THREADS,
     contained,
     has_thread,
@@ -29,6 +25,10 @@ from agentrl.tools.threads import (
     release_thread,
     run_blocking,
 )
+from agentrl.errors import EnvError, InfraError, is_authors
+from agentrl.tools.base import FunctionTool, Tool, ToolError, ToolErrorType, ToolResult
+from agentrl.tools.formats import clean_text
+from agentrl.tools.redaction import redact
 from agentrl.tools.validation import validate
 from agentrl.types import ToolCall
 

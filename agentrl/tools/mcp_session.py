@@ -21,10 +21,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from agentrl.concurrency.threads import LoopThread, ordinary
 from agentrl.errors import ConfigError, InfraError
-from agentrl.process import printable
+from agentrl.processes.signals import printable
 from agentrl.tools.redaction import redact
-from agentrl.tools.threads import LoopThread, ordinary
 
 logger = logging.getLogger(__name__)
 

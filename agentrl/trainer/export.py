@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from agentrl.data.checkpoint import Checkpoint, CheckpointStore
 from agentrl.data.files import atomic_folder
 from agentrl.errors import CheckpointError, ConfigError
-from agentrl.trainer.checkpoint import Checkpoint, CheckpointStore
 
 
 def export(run: str | Path, output_dir: str | Path, *, checkpoint: str = "newest") -> Path:

@@ -37,7 +37,7 @@ def test_export(called, capsys):
 
 
 def test_serve_retriever(called, capsys):
-    calls = called("agentrl.envs.search.server", "serve")
+    calls = called("agentrl.retrieval.server", "serve")
     assert main(["serve-retriever", "--corpus", "c.jsonl", "--port", "0", "--topk", "5"]) == 0
     assert calls == [(("c.jsonl", None, "127.0.0.1", 0), {"topk": 5, "world_seed": 0, "dense_model": None})]
     assert main(["serve-retriever", "--port", "70000"]) == 2

@@ -38,9 +38,9 @@ def training(monkeypatch):
     """Replace what `agentrl train` calls; returns a setter for it."""
 
     def install(function):
-        module = types.ModuleType("agentrl.trainer.run")
+        module = types.ModuleType("agentrl.orchestrator.launch")
         module.train = function
-        monkeypatch.setitem(sys.modules, "agentrl.trainer.run", module)
+        monkeypatch.setitem(sys.modules, "agentrl.orchestrator.launch", module)
 
     return install
 

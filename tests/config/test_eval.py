@@ -53,7 +53,7 @@ def test_one_model_is_evaluated(run, model):
 
 
 def test_held_out_files_alone(held_out, model, tmp_path):
-    from agentrl.data.rundir import RunDir
+    from agentrl.data.run_folder import RunDir
 
     cfg = load_eval_config(["--eval-prompt-data", "sums", held_out, "--hf-checkpoint", model])
     assert (cfg.env, cfg.prompt_data, cfg.eval_prompt_data) == ((), None, (("sums", held_out),))

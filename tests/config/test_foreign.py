@@ -145,7 +145,7 @@ def test_what_is_read_is_what_megatron_declares():
 
 @pytest.mark.slow
 def test_what_is_read_is_what_the_server_accepts():
-    from agentrl.rollout import cpu_backend
+    from agentrl.engines import cpu_backend
 
     cpu_backend.install()
     from sglang.srt.server_args import ServerArgs

@@ -115,7 +115,7 @@ def test_prompt_data_makes_an_environment(tmp_path, model):
         ["--prompt-data", str(tasks), "--hf-checkpoint", model, "--rm-type", "math", "--label-key", "label"]
     )
     spec, kwargs = cfg.env_spec()
-    assert spec == "agentrl.envs.prompt:PromptEnv"
+    assert spec == "agentrl.envs.builtin.prompt:PromptEnv"
     assert kwargs == {
         "path": str(tasks),
         "input_key": "prompt",

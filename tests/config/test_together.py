@@ -7,7 +7,7 @@ import pytest
 from agentrl.cli.train import run as train_command
 from agentrl.config import Config, EvalConfig, load_config, load_eval_config
 from agentrl.config.fields import options
-from agentrl.config.load import load_options, resolve
+from agentrl.config.layers import load_options, resolve
 from agentrl.config.names import ADVICE, IMPLIED, NOT_AVAILABLE, RENAMED
 from agentrl.config.parse import parse_flags
 from agentrl.errors import ConfigError
@@ -54,7 +54,7 @@ def test_needless_flags_are_accepted_with_a_note(model, monkeypatch, capsys):
     resolved = resolve(Config, flags)
     assert resolved.config.lr == 1e-5 and len(resolved.notes) == 6
     monkeypatch.setattr("agentrl.cli.train.require", lambda *_: None)
-    monkeypatch.setattr("agentrl.trainer.run.train", lambda config: 0)
+    monkeypatch.setattr("agentrl.orchestrator.launch.train", lambda config: 0)
     assert train_command(flags) == 0
     said = capsys.readouterr().err.splitlines()
     assert "note: --balance-data has no effect: micro-batches are always balanced over the ranks." in said

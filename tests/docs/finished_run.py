@@ -9,18 +9,18 @@ from pathlib import Path
 from shown_pages import ROOT, blocks
 
 import agentrl
+from agentrl.algorithms.grpo import grpo
 from agentrl.config import load_config
 from agentrl.data.files import JsonLines
 from agentrl.data.records import to_record
-from agentrl.data.rundir import RunDir, flatten_summary
+from agentrl.data.run_folder import RunDir, flatten_summary
 from agentrl.demo import MODEL_DIR
 from agentrl.evaluation.metrics import summarize
-from agentrl.rollout.chat import ChatTemplate
+from agentrl.orchestrator.metrics import rollout_metrics
 from agentrl.rollout.episode import EpisodeLimits, run_episode
 from agentrl.rollout.generate_hook import load_generate_function
-from agentrl.rollout.scripted import ScriptedClient
-from agentrl.trainer.advantages import grpo
-from agentrl.trainer.rollout_metrics import rollout_metrics
+from agentrl.rollout.policies.scripted import ScriptedClient
+from agentrl.rollout.template.chat import ChatTemplate
 from agentrl.types import Group, SamplingParams, Task, Trajectory
 
 

@@ -24,7 +24,7 @@ from agentrl.cli.serve import ServeOptions
 from agentrl.cli.serve_retriever import RetrieverOptions
 from agentrl.cli.show import ShowOptions
 from agentrl.config import load_config, load_eval_config
-from agentrl.config.load import load_options
+from agentrl.config.layers import load_options
 from agentrl.config.names import ADVICE, IMPLIED, NOT_AVAILABLE
 from agentrl.config.parse import parse_flags
 from agentrl.config.schema import Config, EvalConfig

@@ -12,22 +12,22 @@ from finished_run import played_groups, shop_source
 from shown_pages import ROOT
 
 import agentrl
+from agentrl.algorithms.grpo import grpo
 from agentrl.config import load_eval_config
-from agentrl.data.buffer import DataBuffer
-from agentrl.data.rundir import flatten_summary
+from agentrl.data.account import DataBuffer
+from agentrl.data.run_folder import flatten_summary
 from agentrl.data.store import arrow_schema
-from agentrl.data.tasks import TaskSource
 from agentrl.demo import MODEL_DIR
 from agentrl.evaluation.heldout import held_out_sets
 from agentrl.evaluation.metrics import summarize
-from agentrl.rollout.chat import ChatTemplate
+from agentrl.orchestrator import loop, manager
+from agentrl.orchestrator.metrics import rollout_metrics
 from agentrl.rollout.episode import EpisodeLimits, run_episode
-from agentrl.rollout.scripted import ScriptedClient
+from agentrl.rollout.policies.scripted import ScriptedClient
 from agentrl.rollout.setup import make_env
+from agentrl.rollout.template.chat import ChatTemplate
+from agentrl.tasks.source import TaskSource
 from agentrl.tools import ToolErrorType
-from agentrl.trainer import loop, manager
-from agentrl.trainer.advantages import grpo
-from agentrl.trainer.rollout_metrics import rollout_metrics
 from agentrl.types import SamplingParams, StopReason, Task
 
 TRAINING = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
@@ -57,7 +57,7 @@ def groups(tmp_path_factory):
 
 
 def test_metrics(groups):
-    loss = pytest.importorskip("agentrl.trainer.loss")
+    loss = pytest.importorskip("agentrl.trainer.losses")
     rollout = set(rollout_metrics(groups, grpo(groups), 1.0, 0))
     rollout = {re.sub(r"/reward/.*", "/reward/<part>", re.sub(r"/stop/.*", "/stop/<reason>", n)) for n in rollout}
     sums = dict.fromkeys(loss.SUMS, 1.0)

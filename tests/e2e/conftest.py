@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from sockets import command_line
 
-from agentrl.warden import Proc, descendants, is_running
+from agentrl.processes.warden import Proc, descendants, is_running
 
 
 class Command:

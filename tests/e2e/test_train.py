@@ -12,7 +12,7 @@ import pytest
 from sockets import command_line, environment, listening, status_without_key
 
 from agentrl.data.store import TrajectoryStore
-from agentrl.warden import is_running, send_signal
+from agentrl.processes.warden import is_running, send_signal
 
 SMALL = ["--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "40"]
 
@@ -188,7 +188,7 @@ def test_a_killed_engine_costs_only_time_and_every_socket_is_closed_to_strangers
     command.wait_until(lambda: (run / "metrics.jsonl").is_file() and len(metrics(run)) >= 2)
     check_closed(command, run)
 
-    servers = [p for p in command.seen if is_running(p) and "agentrl.rollout.sglang_server" in command_line(p.pid)]
+    servers = [p for p in command.seen if is_running(p) and "agentrl.engines.server" in command_line(p.pid)]
     # Its children are forks that may still carry its arguments; it is the first of them.
     send_signal(min(servers, key=lambda p: (p.start, p.pid)), signal.SIGKILL)
     command.wait_until((run / "logs" / "engine-0-restart-1.log").is_file)
@@ -217,7 +217,7 @@ def check_closed(command, run: Path) -> None:
     assert addresses
     assert all(ipaddress.ip_address(host).is_loopback for host, _ in addresses), addresses
     open_to_all = []
-    counters = listening([pid for pid in pids if "agentrl.rollout.router" in command_line(pid)])
+    counters = listening([pid for pid in pids if "agentrl.engines.router" in command_line(pid)])
     for host, port in addresses:
         for path in ("/metrics", "/flush_cache", "/workers", "/server_info"):
             status = status_without_key(host, port, path)

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentrl.rollout.client import EngineClient, new_rid
-from agentrl.rollout.control import EngineControl
-from agentrl.rollout.engine import EngineProcess, EngineSpec
+from agentrl.engines.control import EngineControl
+from agentrl.engines.engine import EngineProcess, EngineSpec
+from agentrl.rollout.policies.sglang import EngineClient, new_rid
 from agentrl.types import Generation, SamplingParams, replace
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

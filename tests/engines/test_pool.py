@@ -14,15 +14,15 @@ from typing import Any
 import aiohttp
 import pytest
 
+from agentrl.engines import pool as pool_module
+from agentrl.engines.actor import PENDING, SERVING
+from agentrl.engines.engine import EngineSpec
+from agentrl.engines.pool import EnginePool
+from agentrl.engines.router import ROUTING_KEY_HEADER
 from agentrl.errors import EngineError, WeightSyncError
-from agentrl.rollout import pool as pool_module
-from agentrl.rollout.engine import EngineSpec
-from agentrl.rollout.engine_actor import PENDING, SERVING
-from agentrl.rollout.pool import EnginePool
-from agentrl.rollout.router import ROUTING_KEY_HEADER
-from agentrl.trainer.weight_sync import WeightSync
+from agentrl.weights.sync import WeightSync
 from tests.engines.fake_engine import FakeEngine
-from tests.engines.test_weight_sync_states import FakeSender
+from tests.weights.test_sync import FakeSender
 
 
 class FakeLocalEngine:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.rollout.engine import EngineSpec
-from agentrl.rollout.engine_actor import SERVING
-from agentrl.rollout.pool import EnginePool
+from agentrl.engines.actor import SERVING
+from agentrl.engines.engine import EngineSpec
+from agentrl.engines.pool import EnginePool
 from tests.engines.test_pool import WatchedEngines, engines, pooled, until, update, worker_urls
-from tests.engines.test_weight_sync_states import FakeSender
+from tests.weights.test_sync import FakeSender
 
 
 def blocked(sender: FakeSender) -> tuple[asyncio.Event, asyncio.Event]:

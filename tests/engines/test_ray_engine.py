@@ -20,10 +20,10 @@ SCRIPT = textwrap.dedent(
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=sys.argv[3],
              _node_ip_address="127.0.0.1", object_store_memory=100 << 20)
     from agentrl.errors import EngineError
-    from agentrl.rollout.engine import EngineSpec
-    from agentrl.rollout.engine_actor import RayEngine, SERVING
-    from agentrl.rollout.pool import EnginePool
-    from agentrl.warden import identify, is_running
+    from agentrl.engines.engine import EngineSpec
+    from agentrl.engines.actor import RayEngine, SERVING
+    from agentrl.engines.pool import EnginePool
+    from agentrl.processes.warden import identify, is_running
 
     async def main():
         spec = EngineSpec(sys.argv[1], max_total_tokens=4096)

@@ -15,16 +15,16 @@ import aiohttp
 import pytest
 import torch
 
+from agentrl.engines.actor import PENDING, SERVING
+from agentrl.engines.control import EngineControl
+from agentrl.engines.engine import EngineProcess, EngineSpec
+from agentrl.engines.pool import EnginePool
+from agentrl.engines.router import ROUTING_KEY_HEADER
 from agentrl.errors import EngineError
-from agentrl.rollout.control import EngineControl
-from agentrl.rollout.engine import EngineProcess, EngineSpec
-from agentrl.rollout.engine_actor import PENDING, SERVING
-from agentrl.rollout.pool import EnginePool
-from agentrl.rollout.router import ROUTING_KEY_HEADER
-from agentrl.trainer.sync_types import Deadlines, LocalSender, SyncFailed
-from agentrl.trainer.weight_sender import WeightSender
-from agentrl.trainer.weight_sync import WeightSync
-from agentrl.warden import is_running
+from agentrl.processes.warden import is_running
+from agentrl.weights.protocol import Deadlines, LocalSender, SyncFailed
+from agentrl.weights.sender import WeightSender
+from agentrl.weights.sync import WeightSync
 from tests.engines.test_router import listening_addresses
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -14,8 +14,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from agentrl.engines.router import POLICIES, ROUTING_KEY_HEADER, RouterProcess
 from agentrl.errors import EngineError
-from agentrl.rollout.router import POLICIES, ROUTING_KEY_HEADER, RouterProcess
 from tests.engines.fake_engine import KEY, FakeEngine
 
 BODY = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.rollout.engine import EngineProcess, EngineSpec
-from agentrl.warden import Warden
+from agentrl.engines.engine import EngineProcess, EngineSpec
+from agentrl.processes.warden import Warden
 from tests.engines.test_real_engine import generate
 from tests.engines.test_router import listening_addresses
 

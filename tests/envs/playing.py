@@ -8,9 +8,9 @@ from functools import lru_cache
 from typing import Any
 
 from agentrl.demo import MODEL_DIR
-from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.episode import EpisodeLimits, play_episode
-from agentrl.rollout.scripted import ScriptedClient
+from agentrl.rollout.policies.scripted import ScriptedClient
+from agentrl.rollout.template.chat import ChatTemplate
 from agentrl.types import SamplingParams, Task, Trajectory
 
 LIMITS = EpisodeLimits(max_turns=None, max_response_len=128, max_context_len=1920)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from agentrl.envs.service.shop import money
-from agentrl.envs.service.tasks import granted
+from agentrl.envs.builtin.service.shop import money
+from agentrl.envs.builtin.service.tasks import granted
 
 
 def call(name: str, **arguments: Any) -> str:

@@ -16,7 +16,7 @@ from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
 
 import agentrl
 from agentrl._gymnasium import BUILT_IN
-from agentrl.envs import checker
+from agentrl.envs.checks import checker
 
 SETTINGS = {"python": {"sandbox": "process"}}
 """What an environment must be told on a machine that has no sandbox."""
@@ -151,7 +151,7 @@ def test_many_at_once_are_each_as_if_alone(spec):
 def test_the_first_prompt_fits_the_demo_model_and_names_a_category(name):
     warnings.simplefilter("default")  # transformers has its own
     from agentrl.demo import MODEL_DIR
-    from agentrl.rollout.chat import ChatTemplate
+    from agentrl.rollout.template.chat import ChatTemplate
 
     chat = ChatTemplate(MODEL_DIR)
     env = agentrl.make(name, **SETTINGS.get(name, {}))

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 import agentrl
+from agentrl.concurrency import event_loop
 from agentrl.demo import MODEL_DIR
-from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.episode import EpisodeLimits
-from agentrl.rollout.scripted import ScriptedClient
+from agentrl.rollout.policies.scripted import ScriptedClient
+from agentrl.rollout.template.chat import ChatTemplate
 from agentrl.rollout.worker import EpisodeRunner
-from agentrl.tools import Tool, ToolErrorType, event_loop, run_calls, tool
+from agentrl.tools import Tool, ToolErrorType, run_calls, tool
 from agentrl.types import SamplingParams, Task, ToolCall
 
 LONG = 0.03

@@ -11,8 +11,8 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import agentrl
-from agentrl.envs.calculator import CalculatorEnv
-from agentrl.envs.calculator.problems import PEOPLE, THINGS
+from agentrl.envs.builtin.calculator import CalculatorEnv
+from agentrl.envs.builtin.calculator.problems import PEOPLE, THINGS
 from agentrl.errors import ConfigError, DataError
 
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import agentrl
-from agentrl.envs import checker
-from agentrl.envs.checker import check_env
-from agentrl.envs.fuzz import MALFORMED, fuzz_actions
-from agentrl.envs.tool_schemas import schema_problems
+from agentrl.concurrency import event_loop
+from agentrl.envs.checks import checker
+from agentrl.envs.checks.checker import check_env
+from agentrl.envs.checks.fuzz import MALFORMED, fuzz_actions
+from agentrl.envs.checks.tool_schemas import schema_problems
 from agentrl.errors import ConfigError, InfraError
-from agentrl.tools import event_loop
 
 
 class Good(agentrl.Env):

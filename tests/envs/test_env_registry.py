@@ -60,7 +60,7 @@ def test_entry_points_of_installed_packages(guess_file, monkeypatch):
         ("agentrl.envs.tool_env:ToolEnw", "has no 'ToolEnw'. Did you mean 'ToolEnv'?"),
         ("agentrl.envs.core:_SPACE", "not a subclass of agentrl.Env"),
         ("agentrl.envs.core:say_how_it_ended", "needs the argument 'info'"),
-        ("agentrl.wrappers:Wrapper", "returns Wrapper(YourEnv())"),
+        ("agentrl.envs.wrappers:Wrapper", "returns Wrapper(YourEnv())"),
         ("missing/file.py:Env", "missing/file.py'"),
         ("agentrl.envs:", "expected module:Name"),
         ("missing/file.py", "there is no file"),
@@ -129,9 +129,9 @@ def test_unknown_and_missing_arguments(guess_file, tmp_path):
     with pytest.raises(ConfigError, match="takes no argument 'max_turn'. Did you mean 'max_turns'"):
         agentrl.make(f"{guess_file}:Guess", max_turn=3)
     with pytest.raises(ConfigError, match="needs the argument 'path'"):
-        agentrl.make("agentrl.envs.prompt:PromptEnv")
+        agentrl.make("agentrl.envs.builtin.prompt:PromptEnv")
     with pytest.raises(ConfigError, match="takes no argument 'inputkey'. Did you mean 'input_key'"):
-        agentrl.make("agentrl.envs.prompt:PromptEnv", path="x", inputkey="q")
+        agentrl.make("agentrl.envs.builtin.prompt:PromptEnv", path="x", inputkey="q")
 
 
 @pytest.mark.parametrize(("name", "entry_point"), [("a b", "m:C"), ("", "m:C"), ("a", "module"), ("a", None)])

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import agentrl
 from agentrl.cli.main import main
-from agentrl.envs.gym_text import ActionError, observation_words, parse_action, without_colors
+from agentrl.envs.adapters.gymnasium_text import ActionError, observation_words, parse_action, without_colors
 from agentrl.errors import ConfigError
 
 TOYS = ["FrozenLake-v1", "Taxi-v4", "CliffWalking-v1", "Blackjack-v1"]

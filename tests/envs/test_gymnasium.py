@@ -20,7 +20,7 @@ import pytest
 def test_ids_are_known_in_whatever_order_the_two_are_imported(order):
     program = f"{order}; print(gymnasium.spec('agentrl/search-v0').entry_point)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "agentrl.envs.search:SearchEnv", done.stderr
+    assert done.stdout.strip() == "agentrl.envs.builtin.search:SearchEnv", done.stderr
 
 
 def test_importing_agentrl_loads_nothing_heavy():

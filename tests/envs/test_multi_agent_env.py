@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import agentrl
-from agentrl.envs.multi_agent import ATTRIBUTES, HintGameEnv, held_out, make_task
+from agentrl.envs.builtin.hint_game import ATTRIBUTES, HintGameEnv, held_out, make_task
 from agentrl.errors import ConfigError
 from agentrl.types import StopReason
 from tests.envs.playing import first_prompt_tokens, play

@@ -13,13 +13,13 @@ import pytest
 
 import agentrl
 from agentrl import wrappers
+from agentrl.concurrency import threads
+from agentrl.concurrency.threads import OwnThread, own_thread, run_blocking
 from agentrl.demo import MODEL_DIR
-from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.episode import EpisodeLimits
-from agentrl.rollout.scripted import ScriptedClient
+from agentrl.rollout.policies.scripted import ScriptedClient
+from agentrl.rollout.template.chat import ChatTemplate
 from agentrl.rollout.worker import EpisodeRunner
-from agentrl.tools import threads
-from agentrl.tools.threads import OwnThread, own_thread, run_blocking
 from agentrl.types import SamplingParams, Task
 
 CALL = f"<tool_call>{json.dumps({'name': 'sql', 'arguments': {'query': 'select value from t'}})}</tool_call>"

@@ -10,10 +10,10 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import agentrl
-from agentrl.envs.dataset import content_hash, load_tasks
 from agentrl.errors import ConfigError, DataError
+from agentrl.tasks.dataset import content_hash, load_tasks
 
-SPEC = "agentrl.envs.prompt:PromptEnv"
+SPEC = "agentrl.envs.builtin.prompt:PromptEnv"
 
 
 def write(path: Path, *records: Any) -> str:

@@ -11,13 +11,13 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import agentrl
-from agentrl.envs.python import PythonEnv
-from agentrl.envs.python.problems import KINDS
+from agentrl.envs.builtin.python import PythonEnv
+from agentrl.envs.builtin.python.problems import KINDS
 from agentrl.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
-# Written from the words of the problems, by other methods than agentrl.envs.python.solutions.
+# Written from the words of the problems, by other methods than agentrl.envs.builtin.python.solutions.
 ORACLE = {
     "prime_sum": "sum(n for n in range(low, high + 1) if n > 1 and all(n % d for d in range(2, int(n**.5) + 1)))",
     "last_digits": "(a**b + c**d) % modulus",

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import agentrl
-from agentrl.envs.service.customer import PATIENCE, Customer
-from agentrl.envs.service.env import DIFFICULTIES, ServiceEnv
-from agentrl.envs.service.shop import Shop
-from agentrl.envs.service.tasks import ALLOWED_STATUS, WISHES, granted, make_task
+from agentrl.envs.builtin.service.customer import PATIENCE, Customer
+from agentrl.envs.builtin.service.env import DIFFICULTIES, ServiceEnv
+from agentrl.envs.builtin.service.shop import Shop
+from agentrl.envs.builtin.service.tasks import ALLOWED_STATUS, WISHES, granted, make_task
 from agentrl.errors import ConfigError
 from agentrl.types import StopReason
 from tests.envs.playing import LIMITS, first_prompt_tokens, play

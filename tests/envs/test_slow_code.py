@@ -12,9 +12,9 @@ import pytest
 import agentrl
 from agentrl import wrappers
 from agentrl.demo import MODEL_DIR
-from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.episode import EpisodeLimits
-from agentrl.rollout.scripted import ScriptedClient
+from agentrl.rollout.policies.scripted import ScriptedClient
+from agentrl.rollout.template.chat import ChatTemplate
 from agentrl.rollout.worker import EpisodeRunner
 from agentrl.types import SamplingParams, Task
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import agentrl
-from agentrl.envs.textgame.env import NUM_TASKS, TextGameEnv, command_of
-from agentrl.envs.textgame.world import LEVELS, make_world
+from agentrl.envs.builtin.textgame.env import NUM_TASKS, TextGameEnv, command_of
+from agentrl.envs.builtin.textgame.world import LEVELS, make_world
 from agentrl.errors import ConfigError
 from agentrl.types import StopReason
 from tests.envs.playing import first_prompt_tokens, play

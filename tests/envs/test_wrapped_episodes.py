@@ -14,9 +14,9 @@ import agentrl
 from agentrl import wrappers
 from agentrl.demo import MODEL_DIR
 from agentrl.errors import InfraError
-from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.episode import EpisodeLimits
-from agentrl.rollout.scripted import ScriptedClient
+from agentrl.rollout.policies.scripted import ScriptedClient
+from agentrl.rollout.template.chat import ChatTemplate
 from agentrl.rollout.worker import EpisodeRunner
 from agentrl.types import Group, SamplingParams, StopReason, Task
 
@@ -144,8 +144,8 @@ def test_a_gymnasium_environment_is_won_and_lost(play):
 
 
 def test_a_run_finds_the_tasks_of_a_wrapper(tmp_path):
-    from agentrl.data.tasks import TaskSource, held_out_tasks
     from agentrl.rollout.setup import make_env
+    from agentrl.tasks.source import TaskSource, held_out_tasks
 
     (tmp_path / "made.py").write_text(
         "import agentrl\n"

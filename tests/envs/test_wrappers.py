@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import agentrl
 from agentrl import wrappers
-from agentrl.envs.wrapper import retold
+from agentrl.envs.wrappers.base import retold
 from agentrl.errors import ConfigError, DataError, EnvError, InfraError
 from agentrl.loading import load_object
 

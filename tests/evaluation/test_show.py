@@ -226,7 +226,7 @@ def test_control_characters_of_a_model_never_reach_the_terminal(tmp_path, capsys
 
 
 def test_the_first_episode_of_a_run_is_as_harmless():
-    from agentrl.process import printable
+    from agentrl.processes.signals import printable
     from agentrl.progress import episode_panel
 
     out = io.StringIO()

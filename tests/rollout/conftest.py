@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rollout_cases import TEMPLATES, make_tokenizer
 
-from agentrl.rollout.chat import ChatTemplate
+from agentrl.rollout.template.chat import ChatTemplate
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from agentrl.rollout.chat import ChatTemplate
-from agentrl.rollout.fast_text import byte_alphabet
+from agentrl.rollout.template.chat import ChatTemplate
+from agentrl.rollout.template.fast_text import byte_alphabet
 
 TEMPLATES = Path(__file__).parent / "templates"
 QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

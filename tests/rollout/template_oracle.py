@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.conversation import Conversation, EpisodeLimits
-from agentrl.rollout.fast_text import byte_alphabet
-from agentrl.tools.parsers import get_parser
+from agentrl.rollout.template.chat import ChatTemplate
+from agentrl.rollout.template.fast_text import byte_alphabet
+from agentrl.tools.formats import get_parser
 from agentrl.types import Generation, SamplingParams
 
 TOOLS = [
@@ -195,7 +195,7 @@ async def play(hf: Any, chat: ChatTemplate, turns: list[Turn], *, system: str = 
 
 def _in_form(chat: ChatTemplate, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Calls in the form that the template takes, which differs: arguments as text, content as None."""
-    from agentrl.rollout.rendering import _in_form
+    from agentrl.rollout.template.rendering import _in_form
 
     return [_in_form(message, chat._renderer.call_form) for message in messages]
 

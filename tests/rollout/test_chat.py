@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 from rollout_cases import CONTROLS, MARKUP, TOOLS, TRIMMING
 
 from agentrl.errors import ConfigError, EnvError
-from agentrl.rollout.chat import ChatTemplate
-from agentrl.rollout.extension import Earlier
-from agentrl.tools.parsers import get_parser
+from agentrl.rollout.template.chat import ChatTemplate
+from agentrl.rollout.template.extension import Earlier
+from agentrl.tools.formats import get_parser
 
 LINES = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{%- endfor %}<|im_start|>assistant\n"
 USER = {"role": "user", "content": "who wrote it?"}

@@ -7,7 +7,7 @@ import pytest
 from fake_engine import FakeEngine, answer
 
 from agentrl.errors import ConfigError, EngineError
-from agentrl.rollout.client import EngineClient
+from agentrl.rollout.policies.sglang import EngineClient
 from agentrl.rollout.sampling import checked, greedy
 from agentrl.types import SamplingParams
 

@@ -14,9 +14,9 @@ from fake_engine import FakeEngine, answer
 from rollout_cases import CALL, TASK, LookUp
 
 from agentrl.errors import EngineError
-from agentrl.rollout.client import EngineClient
 from agentrl.rollout.episode import EpisodeLimits, run_episode
-from agentrl.rollout.scripted import ScriptedClient
+from agentrl.rollout.policies.scripted import ScriptedClient
+from agentrl.rollout.policies.sglang import EngineClient
 from agentrl.types import Outcome, SamplingParams
 
 CONTEXT = 512
@@ -29,7 +29,7 @@ def engine(hf_tokenizer, tmp_path_factory):
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from agentrl.rollout.engine import EngineProcess, EngineSpec
+    from agentrl.engines.engine import EngineProcess, EngineSpec
 
     path: Path = tmp_path_factory.mktemp("engine")
     torch.manual_seed(0)
@@ -177,8 +177,8 @@ def test_a_refusal_of_the_engine_is_told(run, engine):
 @pytest.mark.slow
 def test_an_engine_killed_while_it_generates_costs_time_only(run, engine):
     """Last in this file: the engine is another one afterwards, at the same address."""
-    from agentrl.rollout.engine import EngineProcess
-    from agentrl.rollout.process import port_is_free
+    from agentrl.engines.engine import EngineProcess
+    from agentrl.processes.server import port_is_free
 
     async def go():
         async with EngineClient(engine.url, engine.api_key) as client:

@@ -13,11 +13,11 @@ from family_cases import FAMILIES, TEMPLATES, TOOLS, checkpoint, shown, tokenize
 from family_dialogues import DIALOGUES, KIMI_ASSISTANT, LLAMA_ASSISTANT
 
 import agentrl
-from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.conversation import Conversation, EpisodeLimits
 from agentrl.rollout.episode import run_episode
-from agentrl.rollout.scripted import ScriptedClient
-from agentrl.tools.parsers import get_parser
+from agentrl.rollout.policies.scripted import ScriptedClient
+from agentrl.rollout.template.chat import ChatTemplate
+from agentrl.tools.formats import get_parser
 from agentrl.types import SamplingParams, StopReason, Task
 
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from rollout_cases import CONTROLS, MARKUP, make_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from agentrl.rollout.encoding import ProvenanceTokenizer
-from agentrl.rollout.fast_text import ByteDecoder, WordEncoder
+from agentrl.rollout.template.encoding import ProvenanceTokenizer
+from agentrl.rollout.template.fast_text import ByteDecoder, WordEncoder
 
 # How GPT-2, Qwen2/3, Llama 3 and GPT-4o cut text into words.
 ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -6,7 +6,7 @@ from rollout_cases import CALL, LookUp
 
 from agentrl.rollout.conversation import EpisodeLimits
 from agentrl.rollout.garbage import THRESHOLD, SeldomCollected
-from agentrl.rollout.scripted import ScriptedClient
+from agentrl.rollout.policies.scripted import ScriptedClient
 from agentrl.rollout.worker import EpisodeRunner
 from agentrl.types import SamplingParams, Task
 

@@ -4,7 +4,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from agentrl.errors import ConfigError
-from agentrl.rollout.http import HttpPost
+from agentrl.rollout.policies.http import HttpPost
 
 
 @asynccontextmanager

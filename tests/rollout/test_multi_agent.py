@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from agentrl import Env
-from agentrl.envs.agents import MultiAgentEnv
+from agentrl.algorithms.grpo import grpo
+from agentrl.envs.multi_agent import MultiAgentEnv
 from agentrl.errors import ConfigError, EngineError, EnvError
+from agentrl.orchestrator.metrics import by_episode, rollout_metrics
 from agentrl.rollout.episode import EpisodeLimits, play_episode, run_episode
-from agentrl.rollout.scripted import ScriptedClient
+from agentrl.rollout.policies.scripted import ScriptedClient
 from agentrl.rollout.worker import EpisodeRunner
-from agentrl.trainer.advantages import grpo
 from agentrl.trainer.batch import TrainBatch
 from agentrl.trainer.packing import schedule
-from agentrl.trainer.rollout_metrics import by_episode, rollout_metrics
 from agentrl.types import Outcome, SamplingParams, StopReason, Task
 
 TASK = Task("train/3", seed=3, options={"index": 3})

@@ -16,8 +16,8 @@ from agentrl import ToolEnv, tool
 from agentrl.errors import ConfigError
 from agentrl.rollout.conversation import EpisodeLimits
 from agentrl.rollout.episode import run_episode
-from agentrl.rollout.openai import OpenAIClient, ServerChat, open_server
-from agentrl.rollout.scripted import ScriptedClient
+from agentrl.rollout.policies.openai import OpenAIClient, ServerChat, open_server
+from agentrl.rollout.policies.scripted import ScriptedClient
 from agentrl.types import Outcome, SamplingParams, StopReason
 
 LIMITS = {"max_turns": 8, "max_context_len": 2000, "request_timeout_s": 5.0}
@@ -350,7 +350,7 @@ def test_a_family_format_is_refused_with_the_reason():
 
 def test_nothing_heavy_is_imported():
     code = (
-        "import sys; import agentrl.rollout.openai, agentrl.rollout.episode, agentrl.rollout.worker\n"
+        "import sys; import agentrl.rollout.policies.openai, agentrl.rollout.episode, agentrl.rollout.worker\n"
         "heavy = {'torch', 'ray', 'sglang', 'megatron', 'transformers', 'tokenizers', 'aiohttp', 'orjson', 'pyarrow'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )

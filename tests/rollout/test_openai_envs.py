@@ -8,11 +8,11 @@ import pytest
 from fake_openai import FakeOpenAI, call, completion
 
 from agentrl._gymnasium import BUILT_IN
-from agentrl.data.tasks import held_out_tasks
 from agentrl.rollout.conversation import EpisodeLimits
-from agentrl.rollout.openai import OpenAIClient, ServerChat
+from agentrl.rollout.policies.openai import OpenAIClient, ServerChat
 from agentrl.rollout.setup import make_env
 from agentrl.rollout.worker import EpisodeRunner
+from agentrl.tasks.source import held_out_tasks
 from agentrl.types import Outcome, SamplingParams
 
 VALUES = {"string": "x", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}

@@ -12,7 +12,7 @@ from rollout_cases import TASK, LookUp
 from agentrl.chat_api.refusals import ContextOverflow
 from agentrl.errors import ConfigError, EngineError
 from agentrl.rollout.conversation import EpisodeLimits
-from agentrl.rollout.openai import OpenAIClient, ServerChat
+from agentrl.rollout.policies.openai import OpenAIClient, ServerChat
 from agentrl.rollout.worker import EpisodeRunner
 from agentrl.types import SamplingParams, StopReason
 

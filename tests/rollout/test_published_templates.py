@@ -6,7 +6,7 @@ import pytest
 from published_templates import published_template
 from template_oracle import dialogs, play, tokenizer
 
-from agentrl.rollout.chat import ChatTemplate
+from agentrl.rollout.template.chat import ChatTemplate
 
 DEEPSEEK = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
 LLAMA = ("<|begin_of_text|>", "<|eot_id|>")

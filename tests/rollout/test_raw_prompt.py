@@ -7,7 +7,7 @@ from rollout_cases import LookUp
 
 import agentrl
 from agentrl.rollout.episode import EpisodeLimits, run_episode
-from agentrl.rollout.scripted import ScriptedClient
+from agentrl.rollout.policies.scripted import ScriptedClient
 from agentrl.types import SamplingParams, StopReason, Task
 
 RAW = "<|im_start|>who wrote it?<|im_end|>\nThe answer is"
@@ -18,7 +18,7 @@ def prompts(tmp_path):
     """A PromptEnv over one line, whose text is not to be put into a template."""
     path = tmp_path / "tasks.jsonl"
     path.write_text(json.dumps({"prompt": RAW, "label": "Ann."}))
-    return agentrl.make("agentrl.envs.prompt:PromptEnv", path=str(path), apply_chat_template=False)
+    return agentrl.make("agentrl.envs.builtin.prompt:PromptEnv", path=str(path), apply_chat_template=False)
 
 
 def play(run, env, chat, client, generate=None):

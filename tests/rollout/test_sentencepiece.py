@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from family_cases import FAMILIES, TEMPLATES, TOOLS
 
-from agentrl.rollout.chat import ChatTemplate
+from agentrl.rollout.template.chat import ChatTemplate
 
 ASK = [{"role": "user", "content": "who is é it?"}]
 CALL = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "search", "arguments": {"query": "x"}}}

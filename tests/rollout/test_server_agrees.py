@@ -11,11 +11,11 @@ from published_templates import published_template
 from template_oracle import TOOLS, tokenizer
 
 from agentrl.chat_api.reply import Reply, ServerCall
-from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.conversation import Conversation, EpisodeLimits
-from agentrl.rollout.openai import ServerChat
-from agentrl.rollout.scripted import ScriptedClient
-from agentrl.tools.parsers import get_parser
+from agentrl.rollout.policies.openai import ServerChat
+from agentrl.rollout.policies.scripted import ScriptedClient
+from agentrl.rollout.template.chat import ChatTemplate
+from agentrl.tools.formats import get_parser
 from agentrl.types import SamplingParams
 
 pytestmark = pytest.mark.slow  # SGLang's server code takes tens of seconds to import

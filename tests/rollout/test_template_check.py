@@ -14,12 +14,12 @@ import agentrl
 from agentrl.config.schema import Config, EvalConfig
 from agentrl.errors import AgentRLError, ConfigError, EnvError
 from agentrl.evaluation.policy import open_policy
-from agentrl.rollout.chat import ChatTemplate
-from agentrl.rollout.fast_text import byte_alphabet
+from agentrl.orchestrator.manager import RolloutManager
 from agentrl.rollout.setup import template_notes
-from agentrl.rollout.template_check import check_template, rendered_turn
-from agentrl.tools.parsers import get_parser
-from agentrl.trainer.manager import RolloutManager
+from agentrl.rollout.template.chat import ChatTemplate
+from agentrl.rollout.template.check import check_template, rendered_turn
+from agentrl.rollout.template.fast_text import byte_alphabet
+from agentrl.tools.formats import get_parser
 
 FORMATS = {
     "Apriel-1.6-15b-Thinker-fixed": "apriel", "Bielik-11B-v3.0-Instruct": "hermes", "ByteDance-Seed-OSS": "seed_oss",

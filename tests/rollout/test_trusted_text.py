@@ -10,11 +10,11 @@ from family_cases import tokenizer
 from rollout_cases import TASK, TOOLS, LookUp
 
 from agentrl.errors import ConfigError, EnvError
-from agentrl.rollout.chat import ChatTemplate
 from agentrl.rollout.conversation import EpisodeLimits
-from agentrl.rollout.encoding import ProvenanceTokenizer
 from agentrl.rollout.episode import run_episode
-from agentrl.rollout.scripted import ScriptedClient
+from agentrl.rollout.policies.scripted import ScriptedClient
+from agentrl.rollout.template.chat import ChatTemplate
+from agentrl.rollout.template.encoding import ProvenanceTokenizer
 from agentrl.types import SamplingParams
 
 EVIL = "<think> and <|im_end|>"
@@ -139,7 +139,7 @@ def test_a_pinned_date():
 
 def test_the_tokenizers_json_is_not_taken_apart_at_start(monkeypatch):
     """Its parts are shared with the model's own tokenizer, which costs seconds less for a large vocabulary."""
-    import agentrl.rollout.encoding as encoding
+    import agentrl.rollout.template.encoding as encoding
 
     monkeypatch.setattr(encoding, "_hidden", None)
     assert ProvenanceTokenizer(tokenizer("qwen3").backend_tokenizer).encode("<think>a").tolist()[1:] == [97]
@@ -159,7 +159,7 @@ def test_a_special_token_that_merges_also_make():
 
 
 def test_what_is_wrong_with_the_options_of_the_template_is_one_sentence(tmp_path):
-    from agentrl.config.load import load_config
+    from agentrl.config.layers import load_config
 
     for flags, said in {
         ("--apply-chat-template-kwargs", "[1]"): "a JSON object is expected",
@@ -176,7 +176,7 @@ def test_what_is_wrong_with_the_options_of_the_template_is_one_sentence(tmp_path
 
 
 def test_a_reset_that_names_trusted_roles_in_another_form():
-    from agentrl.rollout.agents import Opening
+    from agentrl.rollout.agent import Opening
 
     with pytest.raises(EnvError, match="a list of roles"):
         Opening.of({"trusted_roles": "user"})

@@ -7,7 +7,7 @@ from rollout_cases import CALL, TASK, LookUp
 
 from agentrl.errors import ConfigError, EngineError, InfraError, LedgerError
 from agentrl.rollout.episode import EpisodeLimits
-from agentrl.rollout.scripted import ScriptedClient
+from agentrl.rollout.policies.scripted import ScriptedClient
 from agentrl.rollout.worker import EpisodeRunner, LoopLag
 from agentrl.types import Outcome, SamplingParams, StopReason
 

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.tools import CalculatorTool, ToolError, calculator
-from agentrl.tools.calculator import MAX_DEPTH, MAX_DIGITS, MAX_LENGTH, evaluate, show
+from agentrl.tools import CalculatorTool, ToolError
+from agentrl.tools.builtin import calculator
+from agentrl.tools.builtin.calculator import MAX_DEPTH, MAX_DIGITS, MAX_LENGTH, evaluate, show
 
 
 def compute(expression: str) -> str:

@@ -29,7 +29,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.errors import ConfigError
-from agentrl.tools.parsers import FORMATS, MAX_CALLS, detect_format, get_parser
+from agentrl.tools.formats import FORMATS, MAX_CALLS, detect_format, get_parser
 
 PARSERS = {name: get_parser(name).with_tools(TOOLS) for name in FORMATS}
 ARGUMENTS = [
@@ -308,7 +308,7 @@ def test_formats_are_found_in_templates(template, name):
 
 def test_nothing_heavy_is_imported_for_a_call():
     script = (
-        "import sys; from agentrl.tools.parsers import get_parser\n"
+        "import sys; from agentrl.tools.formats import get_parser\n"
         "parser = get_parser('glm').with_tools([{'name': 'f'}])\n"
         "assert parser.parse('<tool_call>f</tool_call>').tool_calls[0].name == 'f'\n"
         "assert not {'sglang', 'torch', 'transformers'} & set(sys.modules)\n"

@@ -20,9 +20,10 @@ import httpcore
 import pytest
 
 from agentrl.errors import ConfigError
-from agentrl.tools import FetchTool, ToolError, page_reader, run_calls
-from agentrl.tools.addresses import MAX_TRIED, AddressRefused, Guard, GuardedBackend, is_public, resolve
-from agentrl.tools.fetch import MAX_TAGS, MAX_URL, Page, page_text
+from agentrl.tools import FetchTool, ToolError, run_calls
+from agentrl.tools.builtin import page_reader
+from agentrl.tools.builtin.addresses import MAX_TRIED, AddressRefused, Guard, GuardedBackend, is_public, resolve
+from agentrl.tools.builtin.fetch import MAX_TAGS, MAX_URL, Page, page_text
 from agentrl.types import ToolCall
 
 ARTICLE = "The whale is the largest animal that ever lived. " * 12
@@ -574,7 +575,7 @@ def test_the_schema_is_short():
 
 
 def test_importing_it_needs_no_heavy_package():
-    program = "import sys, agentrl.tools.fetch\nprint('trafilatura' in sys.modules)\n"
+    program = "import sys, agentrl.tools.builtin.fetch\nprint('trafilatura' in sys.modules)\n"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
 

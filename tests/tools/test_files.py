@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import agentrl
 from agentrl.errors import ConfigError
+from agentrl.sandbox.jail import MAX_DEPTH, MAX_PATH, Jail, JailError, split
 from agentrl.tools import FilesTool, ToolError
-from agentrl.tools.jail import MAX_DEPTH, MAX_PATH, Jail, JailError, split
 
 
 @pytest.fixture
@@ -216,9 +216,9 @@ def test_the_number_of_files_and_folders_has_a_limit():
 
 def test_a_search_that_did_not_see_every_file_says_so(monkeypatch: pytest.MonkeyPatch):
     tool = FilesTool(files={f"{n}.txt": "word\n" for n in range(4)}).for_episode(None)
-    monkeypatch.setattr("agentrl.tools.files.MAX_FILES_SEARCHED", 3)
+    monkeypatch.setattr("agentrl.tools.builtin.files.MAX_FILES_SEARCHED", 3)
     assert tool("search", text="absent") == "[stopped after 3 files, 15 bytes; search in a folder]"
-    monkeypatch.setattr("agentrl.tools.files.MAX_FILES_SEARCHED", 4)
+    monkeypatch.setattr("agentrl.tools.builtin.files.MAX_FILES_SEARCHED", 4)
     assert tool("search", text="absent") == "no match in 4 files"
     tool.close()
 
@@ -236,7 +236,7 @@ def test_listing_and_searching_have_limits():
 def test_of_a_folder_so_many_names_are_read(files, monkeypatch):
     for name in "abc":
         files("write", name, name)
-    monkeypatch.setattr("agentrl.tools.jail.MAX_NAMES", 2)
+    monkeypatch.setattr("agentrl.sandbox.jail.MAX_NAMES", 2)
     assert len(files("list").splitlines()) == 2
 
 

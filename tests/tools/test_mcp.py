@@ -20,11 +20,11 @@ import pytest
 import uvicorn
 
 import agentrl
+from agentrl.concurrency.threads import run_coroutine
 from agentrl.errors import ConfigError, InfraError
 from agentrl.tools import ToolResult, close_tools, mcp_tools, run_calls
 from agentrl.tools.mcp import shown
 from agentrl.tools.mcp_session import MAX_PAGES, Server, Session, _listed
-from agentrl.tools.threads import run_coroutine
 from agentrl.types import ToolCall
 
 SERVER = Path(__file__).with_name("mcp_server.py")

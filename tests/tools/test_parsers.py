@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.errors import ConfigError
-from agentrl.tools.parsers import MAX_CALLS, detect_format, get_parser
+from agentrl.tools.formats import MAX_CALLS, detect_format, get_parser
 
 HERMES = get_parser("hermes")
 TAGS = get_parser("tags:search,answer")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import agentrl
-from agentrl.envs.search.server import RetrievalServer, create_app
 from agentrl.errors import ConfigError, DataError, InfraError
+from agentrl.retrieval import HttpRetriever, LocalRetriever, Passage, build_in_memory
+from agentrl.retrieval.server import RetrievalServer, create_app
 from agentrl.tools import SearchTool
-from agentrl.tools.retrieval import HttpRetriever, LocalRetriever, Passage, build_in_memory
 
 TEXTS = [
     "Lima is the capital of Peru.",
@@ -93,7 +93,7 @@ def test_a_missing_corpus_is_named(tmp_path: Path):
 
 def test_tools_import_nothing_of_environments():
     program = (
-        "import sys, agentrl.tools, agentrl.tools.search\n"
+        "import sys, agentrl.tools, agentrl.tools.builtin.search\n"
         "print(sorted(m for m in sys.modules if m.startswith('agentrl.envs')))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

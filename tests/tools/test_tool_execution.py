@@ -18,12 +18,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.concurrency import threads
+from agentrl.concurrency.threads import DaemonPool, run_blocking, run_coroutine
 from agentrl.errors import EnvError, InfraError
-from agentrl.tools import Tool, ToolError, ToolResult, close_tools, run_calls, threads, tool
+from agentrl.tools import Tool, ToolError, ToolResult, close_tools, run_calls, tool
 from agentrl.tools.execution import MAX_ERROR
-from agentrl.tools.parsers import HermesParser
+from agentrl.tools.formats import HermesParser
 from agentrl.tools.redaction import redact
-from agentrl.tools.threads import DaemonPool, run_blocking, run_coroutine
 from agentrl.tools.validation import validate
 from agentrl.types import ToolCall
 
@@ -302,7 +303,7 @@ def test_a_pool_keeps_its_bound_and_replaces_threads_that_hang():
 def test_a_hung_tool_does_not_keep_the_process_alive():
     program = (
         "import asyncio, time\n"
-        "from agentrl.tools.threads import run_blocking\n"
+        "from agentrl.concurrency.threads import run_blocking\n"
         "async def main():\n"
         "    try:\n"
         "        await asyncio.wait_for(run_blocking(time.sleep, 3600), 0.1)\n"

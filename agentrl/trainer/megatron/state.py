@@ -31,9 +31,9 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from agentrl.data.checkpoint import read_json
 from agentrl.data.files import write_json
 from agentrl.errors import CheckpointError
-from agentrl.trainer.checkpoint import read_json
 from agentrl.trainer.megatron import cpu
 from agentrl.trainer.megatron.model import PolicyModel
 from agentrl.trainer.megatron.parallel import Layout

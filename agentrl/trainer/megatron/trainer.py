@@ -21,7 +21,7 @@ from torch import Tensor
 from agentrl.errors import ConfigError
 from agentrl.trainer import agreement, packing
 from agentrl.trainer.batch import MicroBatch, TrainBatch
-from agentrl.trainer.loss import MISMATCH, SUMS, LossOptions, metrics_from_sums, token_loss
+from agentrl.trainer.losses import MISMATCH, SUMS, LossOptions, metrics_from_sums, token_loss
 from agentrl.trainer.megatron import cpu
 
 cpu.install()

@@ -1,0 +1,129 @@
+"""What SGLang's published wheel needs to serve on a CPU, and nothing more.
+
+SGLang itself runs dense models in plain PyTorch on any x86 CPU. Its PyPI wheel does not start there,
+because three things are looked for at import time. :func:`install` supplies exactly these:
+
+``SGLANG_USE_CPU_ENGINE=1``
+    SGLang's own switch for its CPU platform. Set only if it is not set already.
+``sgl_kernel``
+    The compiled kernels, whose wheel is CUDA only. On the CPU path SGLang imports names from it and
+    calls none of them for dense models without AMX kernels. The placeholder gives any name; calling one
+    raises ``NotImplementedError`` with that name, so a model that does need a kernel says so at once.
+    SGLang decides for its AMX kernels by an operator of the real library, so the placeholder
+    never switches them on.
+``torchvision`` and the submodules SGLang imports
+    Only image models use it, and its default wheel is built for CUDA. transformers is asked first
+    whether torchvision is there and keeps that answer, so that it does not take the placeholder for
+    the library.
+
+Where a real module can be imported it is left alone, and with a CUDA device :func:`install` does
+nothing at all.
+
+:func:`fork_children` makes SGLang's scheduler and detokenizer children of ``fork`` in place of
+``spawn``: the imports, which are most of the start-up time and of the memory, are then done once an
+engine and shared by its three processes. It is safe on the CPU only (a CUDA context does not survive
+a fork) and only while the parent has one thread, which is checked.
+
+The module imports only the standard library, so that it can be imported first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import os
+import sys
+import threading
+import types
+
+PLACEHOLDERS: tuple[str, ...] = (
+    "sgl_kernel",
+    "torchvision",
+    "torchvision.io",
+    "torchvision.transforms",
+    "torchvision.transforms.functional",
+    "torchvision.transforms.v2",
+    "torchvision.transforms.v2.functional",
+)
+
+
+class Placeholder(types.ModuleType):
+    """A module of which every public name is a class that refuses to be called."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, doc=f"Placeholder for {name}: see agentrl.engines.cpu_backend.")
+        self.__path__: list[str] = []
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        full_name = f"{self.__name__}.{name}"
+
+        def refuse(self: object, *args: object, **kwargs: object) -> None:
+            raise NotImplementedError(
+                f"{full_name} is not available on the CPU: this model needs a compiled kernel that the "
+                "CPU backend does not have. Use a dense model, or a machine with a GPU."
+            )
+
+        value = type(name, (), {"__init__": refuse})
+        setattr(self, name, value)
+        return value
+
+
+def needed() -> bool:
+    """Whether this machine serves on the CPU: torch sees no CUDA device."""
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def install() -> tuple[str, ...]:
+    """Supply what is missing for SGLang on the CPU. Call it before ``sglang`` is imported.
+
+    Must run at import time of the main module: children that are spawned import that module again
+    and need the same placeholders.
+
+    Returns:
+        The names of the modules that were replaced by placeholders; empty with a CUDA device.
+    """
+    if not needed():
+        return ()
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+    from transformers.utils import import_utils
+
+    import_utils.is_torchvision_available()
+    import_utils.is_torchvision_v2_available()
+
+    replaced = []
+    for name in PLACEHOLDERS:
+        if isinstance(sys.modules.get(name), Placeholder):
+            replaced.append(name)
+            continue
+        try:
+            importlib.import_module(name)
+        except (ImportError, OSError, RuntimeError):
+            # Absent, or built for a CUDA library or a torch that is not here.
+            sys.modules[name] = Placeholder(name)
+            replaced.append(name)
+    return tuple(replaced)
+
+
+def fork_children() -> None:
+    """Let SGLang start its child processes by ``fork``. CPU only; call it before the launch.
+
+    SGLang sets the start method to ``spawn`` while it launches. That one setting is answered with
+    ``fork`` as long as the process has a single thread; otherwise ``spawn`` stays.
+    """
+    import torch.multiprocessing as mp
+    from sglang.srt.entrypoints import engine
+
+    set_envs_and_config = engine._set_envs_and_config
+
+    def set_envs_and_config_then_fork(server_args: object) -> None:
+        set_envs_and_config(server_args)
+        if threading.active_count() == 1:
+            mp.set_start_method("fork", force=True)
+
+    engine._set_envs_and_config = set_envs_and_config_then_fork

@@ -1,0 +1,422 @@
+"""The engines of a run behind one router: started in parallel, watched, replaced, kept at one version.
+
+An engine is always in one of four states::
+
+    starting ─▶ pending ─▶ serving ─▶ dead ─▶ (a new engine) starting
+                   └──────────────────▲
+
+``pending`` engines are healthy but may hold old weights. They get no traffic: only when their weights are those
+of the current version are they admitted to the router. A serving engine whose process ends, or that
+does not answer, is taken out of the router at once and replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from agentrl.engines.actor import DEAD, PENDING, SERVING, STARTING, LocalEngine, PooledEngine, RayEngine
+from agentrl.engines.control import EngineControl
+from agentrl.engines.engine import EngineSpec
+from agentrl.engines.router import RouterProcess
+from agentrl.errors import EngineError
+from agentrl.processes.server import new_api_key
+
+if TYPE_CHECKING:
+    from agentrl.weights.protocol import SyncReport
+    from agentrl.weights.sync import WeightSync
+
+log = logging.getLogger(__name__)
+
+_WAIT_SLICE_S = 5.0
+_ROUTER_ATTEMPTS = 20
+
+
+class EnginePool:
+    """``n`` engines and their router. All methods are coroutines of one event loop.
+
+    Args:
+        spec: what every engine serves.
+        n: number of engines.
+        log_dir: folder for ``engine-<i>.log`` and ``router.log``.
+        policy: of the router, see :mod:`agentrl.engines.router`.
+        host: address the engines listen on; loopback unless the run spans machines. The router, whose only client is
+            in this process, is always on loopback: it has paths that ask for no key.
+        start_timeout: seconds an engine may take to start.
+        ray_options: one dict of Ray actor options per engine; ``None`` runs the engines without Ray.
+        health_interval: seconds between two checks that an engine can generate; 0 for none. That a
+            process ended is noticed at once and without checks.
+        health_timeout: seconds such a check may take. Two failures in a row make an engine dead.
+        max_failed_starts: replacements in a row that may fail to start before the pool gives up.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        n: int,
+        *,
+        log_dir: str | os.PathLike[str] | None = None,
+        policy: str = "consistent_hashing",
+        host: str = "127.0.0.1",
+        start_timeout: float = 300.0,
+        ray_options: Sequence[dict[str, Any]] | None = None,
+        health_interval: float = 15.0,
+        health_timeout: float = 45.0,
+        max_failed_starts: int = 3,
+    ) -> None:
+        if n < 1 or (ray_options is not None and len(ray_options) != n):
+            given = "" if ray_options is None else f" with {len(ray_options)} Ray options; give one an engine"
+            raise EngineError(f"a pool of {n} engines{given}; expected at least one")
+        self.spec = spec
+        self.host = host
+        self.start_timeout = start_timeout
+        self.health_interval = health_interval
+        self.health_timeout = health_timeout
+        self.max_failed_starts = max_failed_starts
+        self.version: int | None = None
+        self._log_dir = None if log_dir is None else os.fspath(log_dir)
+        self._ray_options = ray_options
+        self._engine_key = new_api_key()
+        self._router_arguments = {"policy": policy, "log_dir": self._log_dir}
+        self._router = RouterProcess(**self._router_arguments)
+        self._places = [PooledEngine(index) for index in range(n)]
+        # Its own threads: the loop's few default ones may all be taken by something that blocks.
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="agentrl-router")
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._lock = asyncio.Lock()  # held while weights are on their way
+        self._changed = asyncio.Condition()
+        self._sync: WeightSync | None = None
+        self._held = False
+        self._stopped = False
+        self._broken: str | None = None
+
+    # What others need to know.
+
+    @property
+    def broken(self) -> str | None:
+        """Why the pool can serve no more, if so. Requests in flight then never succeed."""
+        return self._broken
+
+    @property
+    def router_url(self) -> str:
+        """Where requests go."""
+        return self._router.url
+
+    @property
+    def router_key(self) -> str:
+        """The bearer key of the router."""
+        return self._router.api_key
+
+    @property
+    def engine_key(self) -> str:
+        """The bearer key of the engines themselves."""
+        return self._engine_key
+
+    def engines(self, *states: str) -> list[EngineControl]:
+        """Control of the engines in the given states, by default ``serving``."""
+        return [place.control for place in self._places if place.control and place.state in (states or (SERVING,))]
+
+    def states(self) -> list[str]:
+        """State of each place."""
+        return [place.state for place in self._places]
+
+    # Life.
+
+    async def start(self) -> None:
+        """Start router and engines, in parallel. The engines serve the checkpoint's own weights.
+
+        Raises:
+            EngineError: one of them did not start. Nothing is left running.
+        """
+        try:
+            results = await asyncio.gather(
+                self._threaded(self._router.start, self.start_timeout),
+                *(self._fill(place) for place in self._places),
+                return_exceptions=True,
+            )
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+            await asyncio.gather(*(self._admit(place) for place in self._places))
+        except BaseException:
+            await asyncio.shield(self.stop())
+            raise
+        self._spawn(self._watch_router())
+        if self.health_interval > 0:
+            self._spawn(self._check_health())
+
+    async def stop(self) -> None:
+        """End engines and router. Idempotent; never takes long."""
+        if self._stopped:
+            return
+        self._stopped = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        ends = [place.engine.end() for place in self._places if place.engine]
+        results = await asyncio.gather(*ends, self._threaded(self._router.stop), return_exceptions=True)
+        for place in self._places:
+            place.state, place.engine = DEAD, None
+            if place.control:
+                await place.control.close()
+                place.control = None
+        self._threads.shutdown(wait=False)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def wait_until_broken(self) -> str:
+        """Wait until the pool can serve no more; the reason, see :attr:`broken`."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._broken)
+        return str(self._broken)
+
+    # Weights.
+
+    def attach(self, sync: WeightSync) -> None:
+        """Have the pool use this for weights. A failed engine is out of the router before it is resumed."""
+        self._sync = sync
+        sync.retire = self._retire
+
+    async def hold(self) -> None:
+        """From now until the next :meth:`update_weights` the trainer's weights are not :attr:`version`.
+
+        Call it before the optimizer steps: replacements that come up meanwhile wait for that update. Returns once
+        none is being sent weights: ranks that train while they are walked would wait for each other for ever.
+        """
+        self._held = True
+        async with self._lock:
+            return
+
+    async def update_weights(self, version: int) -> SyncReport:
+        """Bring all engines to the trainer's weights as ``version``; those that fail are replaced.
+
+        Replacements that are ready are admitted. If no engine is left, waits for one.
+
+        Raises:
+            WeightSyncError: the trainer's end failed, or engines fail again and again.
+            EngineError: no engine can be started.
+        """
+        from agentrl.weights.protocol import SyncFailed
+
+        if self._sync is None:
+            raise EngineError("no weight sync is attached to the pool; call attach() first")
+        async with self._lock:
+            self.version, self._held = version, False
+            for attempt in range(self.max_failed_starts):
+                engines = await self._wait_for_engines()
+                try:
+                    report = await self._sync.sync(engines, version)
+                except SyncFailed as error:
+                    self._replace_failed(error.report)
+                    if attempt == self.max_failed_starts - 1 or not error.report.failed:
+                        raise
+                    continue
+                self._replace_failed(report)
+                await asyncio.gather(*(self._admit(p) for p in self._of(report.synced) if p.state == PENDING))
+                return report
+        raise AssertionError("unreachable")
+
+    async def _wait_for_engines(self) -> list[EngineControl]:
+        async with self._changed:
+            try:
+                async with asyncio.timeout(self.start_timeout):
+                    await self._changed.wait_for(lambda: self._broken or self.engines(SERVING, PENDING))
+            except TimeoutError:
+                raise EngineError(f"no engine came up within {self.start_timeout:g} s") from None
+        if self._broken:
+            raise EngineError(self._broken)
+        return self.engines(SERVING, PENDING)
+
+    def _of(self, urls: Sequence[str]) -> list[PooledEngine]:
+        return [place for place in self._places if place.control and place.control.url in urls]
+
+    def _replace_failed(self, report: SyncReport) -> None:
+        for place in self._of(list(report.failed)):
+            self._replace(place, report.failed[place.control.url])
+
+    # One engine.
+
+    async def _fill(self, place: PooledEngine) -> LocalEngine | RayEngine:
+        """Start an engine in this place; pending afterwards, if it still lives."""
+        place.state, spec = STARTING, place.own(self.spec, len(self._places), placed=self._ray_options is not None)
+        arguments = {"name": place.name, "log_dir": self._log_dir, "host": self.host, "api_key": self._engine_key}
+        if self._ray_options is None:
+            place.engine = LocalEngine(spec, **arguments)
+        else:
+            place.engine = RayEngine(self._ray_options[place.index], spec, **arguments)
+        engine = place.engine
+        async with asyncio.timeout(self.start_timeout + 60.0):
+            url = await engine.call("start", self.start_timeout)
+        place.control = EngineControl(url, self._engine_key)
+        place.watch = self._spawn(self._watch(place, engine))
+        await self._set_state(place, PENDING, engine)
+        return engine
+
+    async def _admit(self, place: PooledEngine) -> None:
+        engine, control = place.engine, place.control
+        if control is None:  # it died; its watch replaces it
+            return
+        await self._threaded(self._router.add_worker, control.url, self._engine_key)
+        if place.engine is engine:
+            await self._set_state(place, SERVING, engine)
+        else:
+            await self._threaded(self._router.remove_worker, control.url)
+
+    async def _retire(self, control: EngineControl) -> None:
+        """Out of the router; called for an engine whose weights are not right."""
+        for place in self._of([control.url]):
+            place.state = DEAD
+        await self._threaded(self._router.remove_worker, control.url)
+
+    async def _watch(self, place: PooledEngine, engine: LocalEngine | RayEngine) -> None:
+        """Wait for the engine's process to end by itself."""
+        try:
+            tail = None
+            while tail is None:
+                tail = await engine.call("wait", _WAIT_SLICE_S)
+            reason = f"its process, or one that it needs, ended:\n{tail}"
+        except EngineError as error:
+            reason = str(error)
+        if place.engine is engine:
+            self._replace(place, reason)
+
+    def _replace(self, place: PooledEngine, reason: str) -> None:
+        """Take the engine out and start another in its place, in the background."""
+        if self._stopped or place.engine is None:
+            return
+        log.warning("%s is replaced: %s", place.name, reason)
+        self._spawn(self._replacing(place, self._empty(place)))
+
+    def _empty(self, place: PooledEngine) -> Coroutine[Any, Any, None]:
+        """Empty the place now; what is left of its engine goes when the result is awaited."""
+        engine, control = place.engine, place.control
+        if place.watch is not None and place.watch is not asyncio.current_task():
+            place.watch.cancel()
+        place.state, place.engine, place.control, place.watch = DEAD, None, None, None
+
+        async def end() -> None:
+            if control is not None:
+                try:
+                    await self._threaded(self._router.remove_worker, control.url)
+                except EngineError as error:
+                    log.warning("%s: %s", place.name, error)
+                await control.close()
+            if engine is not None:
+                await engine.end()
+
+        return end()
+
+    async def _replacing(self, place: PooledEngine, end_old: Coroutine[Any, Any, None]) -> None:
+        await end_old
+        for attempt in range(self.max_failed_starts):
+            place.incarnation += 1
+            engine = None
+            try:
+                engine = await self._fill(place)
+                return await self._bring_up(place, engine)
+            except (EngineError, TimeoutError) as error:
+                log.warning("%s did not come up (%d): %s", place.name, attempt + 1, error)
+                if engine is not None and place.engine is not engine:
+                    return  # its process ended meanwhile, and its watch replaces it
+                await self._empty(place)
+        await self._give_up(place)
+
+    async def _bring_up(self, place: PooledEngine, engine: LocalEngine | RayEngine) -> None:
+        """Admit a replacement, with the current weights if weights were ever sent."""
+        async with self._lock:
+            if place.engine is not engine or place.state != PENDING or self._held:
+                return
+            if self._sync is not None and self.version is not None:
+                from agentrl.errors import WeightSyncError
+
+                try:
+                    await self._sync.sync([place.control], self.version)
+                except WeightSyncError as error:
+                    raise EngineError(str(error)) from error
+            await self._admit(place)
+
+    async def _give_up(self, place: PooledEngine) -> None:
+        await self._set_state(place, DEAD, None)
+        if all(other.state == DEAD for other in self._places):
+            await self._break(f"no engine runs and {self.max_failed_starts} replacements in a row did not start")
+
+    async def _break(self, reason: str) -> None:
+        log.error("%s", reason)
+        self._broken = reason
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _set_state(self, place: PooledEngine, state: str, engine: LocalEngine | RayEngine | None) -> None:
+        async with self._changed:
+            if place.engine is engine:
+                place.state = state
+            self._changed.notify_all()
+
+    # Watching.
+
+    async def _check_health(self) -> None:
+        """Find engines that run but do not answer. Not while weights are on their way: they are paused."""
+        misses: dict[str, int] = {}
+        while True:
+            await asyncio.sleep(self.health_interval)
+            if self._lock.locked():
+                misses.clear()
+                continue
+            serving = [(place, place.control) for place in self._places if place.state == SERVING]
+            answers = await asyncio.gather(*(c.can_generate(timeout=self.health_timeout) for _, c in serving))
+            if self._lock.locked():
+                continue  # a pause began while we asked
+            for (place, control), answer in zip(serving, answers, strict=True):
+                if place.control is not control:
+                    continue
+                url = control.url
+                misses[url] = 0 if answer else misses.get(url, 0) + 1
+                if misses[url] >= 2:
+                    self._replace(place, f"it did not answer two health checks of {self.health_timeout:g} s")
+
+    async def _watch_router(self) -> None:
+        """Start the router again, at the same address and with the same key, should it end."""
+        while True:
+            while not await self._threaded(self._router.wait, _WAIT_SLICE_S):
+                pass
+            log.warning("the router ended and is started again:\n%s", self._router.log_tail())
+            if not await self._restart_router():
+                return await self._break(f"the router ended and could not be started again at {self.router_url}")
+            for place in self._places:
+                if place.state == SERVING:
+                    try:
+                        await self._admit(place)
+                    except EngineError as error:  # if the engine is dead, its own watch replaces it
+                        log.warning("%s: %s", place.name, error)
+
+    async def _restart_router(self) -> bool:
+        for _ in range(_ROUTER_ATTEMPTS):
+            await self._threaded(self._router.stop)
+            same = {"port": self._router.port, "api_key": self._router.api_key}
+            self._router = RouterProcess(**{**self._router_arguments, **same})
+            try:
+                await self._threaded(self._router.start, self.start_timeout)
+                return True
+            except EngineError as error:  # its port may be taken for a moment
+                log.warning("%s", error)
+                await asyncio.sleep(1.0)
+        return False
+
+    async def _threaded(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+    def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a task of the engine pool failed", exc_info=task.exception())

@@ -1,0 +1,193 @@
+"""``python -m agentrl.engines.server <SGLang's own arguments>``: one engine of a run.
+
+SGLang's server, unchanged, with what a run needs around it:
+
+- the CPU backend where there is no CUDA device (:mod:`agentrl.engines.cpu_backend`), with the deterministic mode
+  if asked for (:mod:`agentrl.engines.cpu_deterministic`);
+- the API key from the environment (``AGENTRL_API_KEY``), never from the arguments, and shown as ``***``
+  where SGLang logs its configuration;
+- every socket on loopback unless ``--host`` says otherwise: the rendezvous store of torch, which would
+  listen on all addresses, included; an engine of one process has no store that listens at all;
+- death together with the process that started it;
+- one gloo device shared by all of SGLang's process groups: each would open a listening socket and run
+  a thread that wakes up a hundred times a second;
+- only the model that is served is imported, not SGLang's whole collection (2 s and 100 MB);
+- tools of a chat request reach the chat template as the client sent them, as they do in training; SGLang would add an
+  empty field to each, which a model has never seen;
+- files that SGLang keeps in ``/dev/shm`` are put into the engine's private temporary folder, which is
+  removed with the engine, and semaphores there get a name by which the warden finds them.
+
+Child processes that are spawned, as on every CUDA machine, import this module again under another name: what has to
+hold in them too is done at import.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from agentrl.engines import cpu_backend
+from agentrl.processes.server import die_with_owner, take_api_key
+from agentrl.processes.warden import SCRATCH_ENV
+
+cpu_backend.install()
+
+LOOPBACK = ("127.0.0.1", "localhost")
+
+
+def keep_store_on_loopback() -> None:
+    """Make torch's rendezvous server listen on loopback when that is the address it is given.
+
+    It asks for no key. A world of one process needs none: its store stays in memory.
+    """
+    # `torch.distributed.rendezvous` as an attribute is a function of that name.
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    store_class = rendezvous.TCPStore
+
+    def store(host_name: str, port: int, *args: Any, **kwargs: Any) -> Any:
+        world_size = kwargs.get("world_size", args[0] if args else None)
+        is_master = kwargs.get("is_master", args[1] if len(args) > 1 else False)
+        if is_master and world_size == 1:
+            from torch.distributed import HashStore
+
+            return HashStore()
+        if is_master and host_name in LOOPBACK:
+            listener = socket.create_server(("127.0.0.1", port), backlog=1024)
+            kwargs["master_listen_fd"] = listener.detach()
+        return store_class(host_name, port, *args, **kwargs)
+
+    rendezvous.TCPStore = store
+
+
+def share_gloo_device() -> None:
+    """Give all gloo process groups of a process one device, on the interface asked for."""
+    from torch.distributed import distributed_c10d
+
+    devices: dict[int, Any] = {}
+
+    class SharedDeviceGloo(distributed_c10d.ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+            # By process id: a device made before a fork is of no use after it.
+            device = devices.get(os.getpid())
+            if device is None:
+                interface = os.environ.get("GLOO_SOCKET_IFNAME")
+                device = self.create_device(interface=interface) if interface else self.create_default_device()
+                devices[os.getpid()] = device
+            options = self._Options()
+            options._devices = [device]
+            options._timeout = timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = SharedDeviceGloo
+
+
+def import_only_served_model(model_path: str) -> None:
+    """Have SGLang skip the modules of models other than the one in ``model_path``."""
+    config = json.loads((Path(model_path) / "config.json").read_text())
+    package = importlib.util.find_spec("sglang.srt.models")
+    files = list(Path(package.submodule_search_locations[0]).glob("*.py"))
+    wanted = [f"class {name}(".encode() for name in config.get("architectures") or ()]
+    keep = [file.stem for file in files if any(name in file.read_bytes() for name in wanted)]
+    if keep:
+        skip = sorted({file.stem for file in files} - {*keep, "registry", "transformers"})
+        os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(skip))
+
+
+def leave_out_megatron() -> None:
+    """SGLang's tensor dumper, a debugging aid, imports Megatron where it is installed: seconds and memory."""
+    sys.modules.setdefault("megatron", None)
+
+
+def keep_shared_files_private() -> None:
+    """Put SGLang's load snapshot, a mapped file in ``/dev/shm``, into the temporary folder."""
+    from sglang.srt.managers import load_snapshot
+
+    folder = tempfile.gettempdir()
+    load_snapshot.shm_path_for = lambda name: os.path.join(folder, f"loads_{os.path.basename(name)}")
+    if run := os.environ.get(SCRATCH_ENV):
+        multiprocessing.current_process()._config["semprefix"] = f"/{os.path.basename(run)}"
+
+
+def redact_keys() -> None:
+    """Hide keys where SGLang logs its resolved configuration."""
+    from sglang.srt.entrypoints import engine
+
+    for_logging = engine._server_args_for_logging
+
+    def without_keys(server_args: Any) -> dict[str, Any]:
+        shown = for_logging(server_args)
+        return {name: "***" if name.endswith("api_key") and value else value for name, value in shown.items()}
+
+    engine._server_args_for_logging = without_keys
+
+
+def leave_tools_as_sent() -> None:
+    """Keep ``"defer_loading": null`` out of the tools that chat templates render."""
+    from sglang.srt.entrypoints.openai import protocol
+
+    dump = protocol.Tool.model_dump
+
+    def without_empty(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        fields = dump(self, *args, **kwargs)
+        if fields.get("defer_loading", 0) is None:
+            del fields["defer_loading"]
+        return fields
+
+    protocol.Tool.model_dump = without_empty
+
+
+def patch() -> None:
+    """What must hold in the server and in each of its children."""
+    leave_out_megatron()
+    keep_store_on_loopback()
+    share_gloo_device()
+    keep_shared_files_private()
+
+
+def main(argv: list[str]) -> None:
+    """Serve until stopped. Raises SystemExit with SGLang's status."""
+    die_with_owner()
+    api_key = take_api_key()
+    gc.disable()  # six thousand modules are imported: collecting in between takes a second
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    patch()
+    redact_keys()
+    if cpu_backend.needed():
+        cpu_backend.fork_children()
+        if "--enable-deterministic-inference" in argv:
+            from agentrl.engines import cpu_deterministic
+
+            cpu_deterministic.install()
+    server_args = prepare_server_args(argv)
+    if api_key is not None:
+        server_args.api_key = api_key
+    import_only_served_model(server_args.model_path)
+    from sglang.srt.entrypoints import http_server  # noqa: F401  imported before the fork, for all
+
+    leave_tools_as_sent()
+
+    gc.freeze()
+    gc.enable()
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__mp_main__":  # a child that was spawned
+    patch()
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

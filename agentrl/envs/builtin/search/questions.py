@@ -1,0 +1,107 @@
+"""Questions as rows of a :class:`~agentrl.envs.tool_env.ToolEnv`: from a world, or from a file."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.envs.builtin.search.world import World
+from agentrl.errors import DataError
+
+Row = dict[str, Any]
+
+
+class WorldQuestions(Sequence[Row]):
+    """The questions of one split of a world, made when asked for.
+
+    Args:
+        world: where the facts are.
+        split: ``train`` or ``test``.
+        two_hop: share of the questions that need two searches.
+    """
+
+    def __init__(self, world: World, split: str, two_hop: float) -> None:
+        self._world = world
+        self._split = split
+        self._two_hop = two_hop
+
+    def __len__(self) -> int:
+        return self._world.num_questions(self._split)
+
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override]
+        question = self._world.question(self._split, index, two_hop_share=self._two_hop)
+        return {
+            "prompt": question.text,
+            "answer": question.answer,
+            "task_id": f"search-{self._world.seed}/{self._split}/{index}",
+            "hops": question.hops,
+            "category": f"{question.hops}-hop",
+        }
+
+
+@functools.lru_cache(maxsize=8)
+def load_questions(path: str) -> tuple[Row, ...]:
+    """Questions of a JSONL or Parquet file, read once a process.
+
+    A record holds ``question`` and the accepted answers under ``golden_answers``, ``answers`` or ``answer`` (a
+    string or a list of strings), or is a row of Search-R1's own data (``reward_model.ground_truth.target``).
+
+    Raises:
+        DataError: the file is missing or empty, or a record is not a question; file and line are named.
+    """
+    source = Path(path)
+    rows = []
+    for number, record in _records(source):
+        try:
+            question, answers = _question_and_answers(record)
+        except ValueError as error:
+            raise DataError(f"{source}:{number}: {error}") from error
+        origin = record.get("data_source") or source.stem
+        ids = [record[key] for key in ("task_id", "id") if isinstance(record.get(key), (str, int))]
+        own = {"task_id": str(ids[0])} if ids else {}
+        kind = {"data_source": str(origin), "category": str(origin)}
+        rows.append({"prompt": question, "answer": answers, **own, **kind})
+    if not rows:
+        raise DataError(f"{source}: no question in the file; expected one JSON object a line")
+    return tuple(rows)
+
+
+def _records(source: Path) -> list[tuple[int, Any]]:
+    if source.suffix == ".parquet":
+        from pyarrow import parquet
+
+        try:
+            return list(enumerate(parquet.read_table(source).to_pylist(), start=1))
+        except (OSError, ValueError) as error:
+            raise DataError(f"cannot read the questions in {source}: {error}") from error
+    records = []
+    try:
+        with source.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    try:
+                        records.append((number, json.loads(line)))
+                    except ValueError as error:
+                        raise DataError(f"{source}:{number}: not JSON: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read the questions in {source}: {error}") from error
+    return records
+
+
+def _question_and_answers(record: Any) -> tuple[str, list[str]]:
+    if not isinstance(record, dict):
+        raise ValueError(f"expected a JSON object, got {type(record).__name__}")
+    question = record.get("question")
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError(f'expected text under "question", got the keys {sorted(record)}')
+    answers = next((record[k] for k in ("golden_answers", "answers", "answer") if record.get(k) is not None), None)
+    if answers is None:
+        truth = (record.get("reward_model") or {}).get("ground_truth") or {}
+        answers = truth.get("target")
+    answers = [answers] if isinstance(answers, str) else answers
+    if not isinstance(answers, list) or not answers or not all(isinstance(a, str) for a in answers):
+        raise ValueError('expected the answers (text or a list of texts) under "golden_answers", "answers" or "answer"')
+    return question.strip(), answers

@@ -1,0 +1,23 @@
+"""Wrappers around agent environments."""
+
+from agentrl.envs.wrappers.standard import (
+    FixedTasks,
+    ObservationHistory,
+    RecordEpisodes,
+    RetryOnInfraError,
+    ShapeReward,
+    TimeLimit,
+    TruncateToolOutput,
+    Wrapper,
+)
+
+__all__ = [
+    "FixedTasks",
+    "ObservationHistory",
+    "RecordEpisodes",
+    "RetryOnInfraError",
+    "ShapeReward",
+    "TimeLimit",
+    "TruncateToolOutput",
+    "Wrapper",
+]

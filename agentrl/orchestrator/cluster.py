@@ -1,0 +1,221 @@
+"""Where a run's processes live: Ray, started closed, with placement groups for everything.
+
+With ``RAY_ADDRESS`` set (a cluster started by hand) the run joins it. Otherwise it starts a Ray of its
+own that listens on the loopback interface only, asks for a token made for this run, keeps its
+session in the temporary folder of the run, and ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.processes.warden import descendants
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 180.0
+
+# Ray picks the interface it binds from the address of the node. On Linux it resolves "127.0.0.1" to an
+# outward address unless clusters are off, and then even its token-protected ports face the network.
+_LOCAL_RAY = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Three Prometheus endpoints that know no token: collected by nobody in a local run, so not opened.
+    "RAY_enable_metrics_collection": "0",
+    "AUTOSCALER_METRIC_PORT": "-1",
+    "DASHBOARD_METRIC_PORT": "-1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+}
+
+
+_RAY_PROCESSES = {"gcs_server": "Ray's head, the GCS", "raylet": "Ray's daemon, the raylet"}
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What one actor asks of a node: CPUs and GPUs."""
+
+    name: str
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    node: int | None = None
+    """Actors of one number share a node; those of different numbers never do. None: wherever there is room."""
+
+
+def check_nodes(nodes: int) -> None:
+    """Raises ConfigError when a Ray of our own, which has one node, would be asked for more."""
+    if nodes > 1 and not os.environ.get("RAY_ADDRESS"):
+        raise ConfigError(
+            f"--actor-num-nodes {nodes} asks for {nodes} machines, and without RAY_ADDRESS a run starts a Ray of its "
+            "own on this one. Start Ray on each machine and set RAY_ADDRESS, or give --actor-num-gpus-per-node the "
+            "number of all ranks."
+        )
+
+
+def placement(bundles: Sequence[Bundle]) -> tuple[list[list[dict[str, float]]], list[tuple[int, int]]]:
+    """Placement groups for the actors, and for each actor its group and its bundle there.
+
+    Actors of one node are one bundle of Ray's, which is never split. The first group holds those bundles; where they
+    are several, its strategy keeps them apart. The second holds all others.
+    """
+    nodes = sorted({b.node for b in bundles if b.node is not None})
+    together = [_sum(b for b in bundles if b.node == node) for node in nodes]
+    alone = [b for b in bundles if b.node is None]
+    groups = [together, [_sum([b]) for b in alone]]
+    places = [(0, nodes.index(b.node)) if b.node is not None else (1, alone.index(b)) for b in bundles]
+    if len(nodes) <= 1:  # nothing to keep apart: one group, which Ray can pack as a whole
+        places = [(0, i + len(nodes) * group) for group, i in places]
+        groups = [together + groups[1]]
+    return groups, places
+
+
+def _sum(bundles: Iterable[Bundle]) -> dict[str, float]:
+    bundles = list(bundles)
+    gpus = sum(b.num_gpus for b in bundles)
+    return {"CPU": sum(b.num_cpus for b in bundles)} | ({"GPU": gpus} if gpus else {})
+
+
+class Cluster:
+    """A started Ray with room reserved for each actor of the run.
+
+    Use as a context manager: leaving it gives the room back and ends a Ray of our own.
+
+    Args:
+        bundles: what each actor asks for.
+        namespace: Ray's namespace of the run.
+        temp_dir: folder for Ray's session. Its path must be short: Unix sockets live below it, and their
+            paths have at most 107 characters.
+        object_store_bytes: size of the shared memory in which batches travel.
+    """
+
+    def __init__(
+        self, bundles: Sequence[Bundle], *, namespace: str, temp_dir: str, object_store_bytes: int = 512 << 20
+    ):
+        self.bundles = list(bundles)
+        self.namespace = namespace
+        self.temp_dir = temp_dir
+        self.object_store_bytes = object_store_bytes
+        self._ray: Any = None
+        self._groups: list[Any] = []
+        self._places: list[tuple[int, int]] = []
+
+    def __enter__(self) -> Cluster:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    @property
+    def is_local(self) -> bool:
+        return not os.environ.get("RAY_ADDRESS")
+
+    def start(self) -> None:
+        """Start or join Ray and reserve the bundles.
+
+        Raises:
+            AgentRLError: when the cluster cannot hold the bundles, with what was asked and what is there.
+        """
+        if self.is_local:
+            os.environ.update(_LOCAL_RAY)
+            os.environ["RAY_AUTH_MODE"] = "token"
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        import ray  # after the environment: Ray reads it when imported
+
+        self._ray = ray
+        # Ray's own handlers would end this process in Ray's way, and its threads print what they hear of errors.
+        ray._private.utils.set_sigterm_handler = lambda handler: None
+        ray._private.worker.print_to_stdstream = _to_log
+        if self.is_local:
+            ray.init(
+                num_cpus=max(int(sum(b.num_cpus for b in self.bundles)) + 1, 2),
+                include_dashboard=False,
+                namespace=self.namespace,
+                object_store_memory=self.object_store_bytes,
+                log_to_driver=False,
+                configure_logging=False,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=self.temp_dir,
+            )
+        else:
+            ray.init(namespace=self.namespace, log_to_driver=False, configure_logging=False)
+        self._reserve(ray)
+
+    def _reserve(self, ray: Any) -> None:
+        shapes, self._places = placement(self.bundles)
+        nodes = len({bundle.node for bundle in self.bundles if bundle.node is not None})
+        alive = sum(node["Alive"] for node in ray.nodes())
+        if nodes > alive:
+            raise AgentRLError(
+                f"--actor-num-nodes {nodes} asks for {nodes} machines; the Ray cluster at "
+                f"{os.environ.get('RAY_ADDRESS')} has {alive}. Start Ray on the others, or ask for fewer."
+            )
+        self._groups = [
+            ray.util.placement_group(shape, strategy="STRICT_SPREAD" if nodes > 1 and number == 0 else "PACK")
+            for number, shape in enumerate(shapes)
+        ]
+        deadline = time.monotonic() + START_TIMEOUT_S
+        if not all(group.wait(max(1.0, deadline - time.monotonic())) for group in self._groups):
+            total = ray.cluster_resources()
+            raise AgentRLError(
+                f"Ray cannot place this run: asked for {_total(self.bundles)}, the cluster has "
+                f"CPU {total.get('CPU', 0):g}, GPU {total.get('GPU', 0):g} on {alive} machines. Ask for fewer engines "
+                "or ranks, or add nodes."
+            )
+
+    def options(self, index: int) -> dict[str, Any]:
+        """Actor options that put an actor into bundle ``index``."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundle = self.bundles[index]
+        group, place = self._places[index]
+        return {
+            "num_cpus": bundle.num_cpus,
+            "num_gpus": bundle.num_gpus,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=self._groups[group], placement_group_bundle_index=place
+            ),
+        }
+
+    def processes(self) -> dict[str, int]:
+        """Ids, by name, of the processes of a Ray of our own that everything else needs."""
+        found = {}
+        for proc in descendants(os.getpid(), include_root=False):
+            with contextlib.suppress(OSError):
+                name = Path(f"/proc/{proc.pid}/comm").read_text().strip()
+                if name in _RAY_PROCESSES:
+                    found[_RAY_PROCESSES[name]] = proc.pid
+        return found
+
+    def stop(self) -> None:
+        """End everything this object started. Safe to call twice."""
+        ray = self._ray  # not imported here: a signal may have come in the middle of that
+        if ray is not None and ray.is_initialized():
+            if not self.is_local:
+                for group in self._groups:
+                    ray.util.remove_placement_group(group)
+            ray.shutdown()
+        self._groups = []
+
+
+def _to_log(data: dict[str, Any], **_: Any) -> None:
+    log.info("Ray (%s): %s", data["pid"], "\n".join(data["lines"]))
+
+
+def _total(bundles: Sequence[Bundle]) -> str:
+    whole = _sum(bundles)
+    return f"CPU {whole['CPU']:g}, GPU {whole.get('GPU', 0):g} for {len(bundles)} actors"

@@ -1,0 +1,391 @@
+"""``agentrl train``: places the processes of a run, runs the loop, reports, and leaves nothing behind.
+
+Processes of a run: this driver, one Ray actor a Megatron rank, one a SGLang engine (with the server process it
+owns), one rollout manager (with the router), Ray's own, and a warden that ends all of them should
+the driver be killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from agentrl.config.presets import demo_alone
+from agentrl.config.schema import Config
+from agentrl.config.serialize import read_run_config, run_folder_of
+from agentrl.data.checkpoint import Checkpoint, CheckpointStore
+from agentrl.data.files import FULL, storage_errors
+from agentrl.data.run_folder import RunDir
+from agentrl.errors import AgentRLError, CheckpointError, ConfigError, DataError
+from agentrl.evaluation.heldout import held_out_sets, rehearse_set
+from agentrl.loading import portable, portable_source
+from agentrl.orchestrator.cluster import Bundle, Cluster, check_nodes
+from agentrl.orchestrator.handles import RolloutGroup, TrainerGroup
+from agentrl.orchestrator.loop import best_metrics, due, keep_best, training_loop
+from agentrl.orchestrator.watch import ProcessLostError, Watch, with_pulse
+from agentrl.processes.signals import cancel_on_signals, stderr_to, write_log_to
+from agentrl.processes.warden import Warden
+from agentrl.progress import Progress, before_after, clock, episode_panel, shown, when
+from agentrl.rollout.rehearsal import rehearse
+from agentrl.rollout.setup import engine_spec, has_gpu, make_env, scratch
+from agentrl.trainer.export import copy_model
+from agentrl.types import Trajectory
+from agentrl.versions import installed
+
+log = logging.getLogger(__name__)
+
+START_DEADLINE_S = 900.0
+TRAIN_DEADLINE_S = 3600.0
+CLOSE_DEADLINE_S = 30.0
+KILLED = (
+    "agentrl train ended without a word: killed, perhaps for lack of memory, or ended by a library, see {logs}. "
+    "All its processes are gone; go on with: agentrl train --load {run}"
+)
+ADOPTIONS = 3
+"""How often a fork tries to get hold of the newest checkpoint of a run that goes on."""
+PATHS = ("save", "save_hf", "hf_checkpoint", "ref_load", "chat_template")
+HOOKS = ("env", "custom_rm_path", "custom_generate_function_path", "data_source_path")
+
+
+def train(cfg: Config) -> int:
+    """Run a training to its end; returns the exit code.
+
+    Raises:
+        AgentRLError: with one message for a person; processes and temporary folders are gone by then.
+        KeyboardInterrupt: after the same cleaning up.
+    """
+    cfg = with_absolute_paths(cfg)
+    check_nodes(cfg.actor_num_nodes)
+    check_environment(cfg)
+    if cfg.deterministic:
+        # Of the processes to come: an environment may go through a set of strings.
+        os.environ.setdefault("PYTHONHASHSEED", "0")
+    with contextlib.ExitStack() as stack:
+        run, source = open_run(cfg, stack)
+        start = source.step if source else 0
+        write_log_to(run.logs / "driver.log", cfg.log_level)
+        log.info("start, process %d: %s", os.getpid(), ", ".join(f"{n} {v}" for n, v in installed().items()))
+        progress = stack.enter_context(Progress(f"agentrl train · {run.path.name}", cfg.num_rollout))
+        progress.resume_at(start)
+        progress.log(Text(f"run folder  {run.path}"))
+        progress.warn(demo_alone(cfg))
+        for passed_over in source.passed_over if source else ():
+            progress.log(Text(f"passed over {passed_over}"))
+        try:
+            if start < cfg.num_rollout or lacks_evaluation(cfg, run, start):
+                with (
+                    Warden(last_words=KILLED.format(logs=shown(run.logs), run=shown(run.path))) as warden,
+                    stderr_to(run.logs / "stderr.log"),
+                    scratch(warden) as temp_dir,
+                    Cluster(bundles(cfg), namespace=run.path.name, temp_dir=temp_dir) as cluster,
+                ):
+                    asyncio.run(_run(run.config, cluster, run, progress, source))
+            elif source is not None:
+                store = CheckpointStore(run.checkpoints)
+                settle(run, store, start, progress)
+                keep_best(cfg, checkpoints=store, run=run, progress=progress)
+                if cfg.save_hf:
+                    copy_model(source, Path(cfg.save_hf))
+            report(run, progress)
+            run.describe(ended={"step": progress.step, "save_hf": cfg.save_hf})
+        except BaseException as error:
+            how_to_go_on(run, progress, error)
+            if isinstance(error, OSError) and error.errno in FULL:
+                with storage_errors(error.filename or run.path):
+                    raise
+            raise
+    return 0
+
+
+def open_run(cfg: Config, stack: contextlib.ExitStack) -> tuple[RunDir, Checkpoint | None]:
+    """The run's folder, held until ``stack`` ends, and the checkpoint it goes on from, which is its own.
+
+    Nothing of a run that goes on is changed here but ``config.json`` and ``run.json``; nothing at all where it cannot.
+
+    Raises:
+        ConfigError: nothing is left to do, or a folder is of another run.
+        CheckpointError: there is no checkpoint to go on from.
+        StorageError: another process has the folder, or it cannot be written.
+    """
+    owner = run_folder_of(cfg.load) if cfg.load else None
+    goes_on = owner is not None and cfg.output_dir is not None and owner.resolve() == Path(cfg.output_dir).resolve()
+    facts: dict[str, Any] = {}
+    if goes_on:
+        check_targets(cfg, run=owner)
+        run = stack.enter_context(RunDir.resume(cfg))  # before the checkpoint is chosen: nobody else adds one now
+        source = find_checkpoint(cfg, run, owner)
+    else:
+        source = CheckpointStore.open_run(cfg.load) if cfg.load else None
+        check_targets(cfg, run=Path(cfg.output_dir) if cfg.output_dir else None)
+        refuse_when_done(cfg, None, source)
+        run = stack.enter_context(RunDir.reserve(cfg))
+    store = CheckpointStore(run.checkpoints)
+    stack.enter_context(store.held_by(run.path))
+    if goes_on:
+        refuse_when_done(cfg, run, source)
+    for attempt in range(ADOPTIONS):
+        if source is None or source.path.parent.resolve() == store.root.resolve():
+            break
+        try:
+            facts = {} if goes_on else {"forked_from": {"checkpoint": str(source.path), "step": source.step}}
+            source = store.adopt(source)
+        except CheckpointError:  # its run goes on, and removed it
+            source = CheckpointStore.open_run(str(cfg.load))
+            if attempt == ADOPTIONS - 1:
+                raise
+    run.note_start(**facts)
+    return run, source
+
+
+def find_checkpoint(cfg: Config, run: RunDir, folder: Path) -> Checkpoint | None:
+    """What a run goes on from; None where it was killed before its first save, and begins again.
+
+    Raises:
+        CheckpointError: none is complete, or those it had are gone.
+    """
+    store = CheckpointStore.of_run(folder)
+    named = Path(str(cfg.load))
+    if named.resolve() not in (folder.resolve(), store.root.resolve()):
+        return CheckpointStore.open_run(named)
+    if store.steps():
+        return store.newest()
+    saved = read_run_config(folder)
+    every = [n for n in (saved.get("save_interval"), saved.get("best_metric") and saved.get("eval_interval")) if n]
+    logged = max((line["step"] for line in run.metrics()), default=0)
+    if not every or logged > min(every) or "ended" in run.description():
+        raise CheckpointError(
+            f"no checkpoint in {store.root}, though the run has done {logged} rollouts: they are gone, or none were to "
+            "be saved (--save-interval 0). Restore one from a copy, or start a new run in another folder"
+        )
+    return None
+
+
+def refuse_when_done(cfg: Config, run: RunDir | None, source: Checkpoint | None) -> None:
+    """Raises ConfigError when a run that goes on has come to its end, with all that belongs to it."""
+    start = source.step if source else 0
+    if start < cfg.num_rollout or (start == cfg.num_rollout and run is not None and not is_complete(cfg, run, start)):
+        return
+    raise ConfigError(
+        f"{cfg.load} has done {start} of {cfg.num_rollout} rollouts: nothing is left to train. To go on, give a "
+        "larger --num-rollout."
+    )
+
+
+def is_complete(cfg: Config, run: RunDir, step: int) -> bool:
+    """Whether the last evaluation, the export and the closing report after ``step`` rollouts were done."""
+    ended = {"step": step, "save_hf": cfg.save_hf}
+    return run.description().get("ended") == ended and not lacks_evaluation(cfg, run, step)
+
+
+def lacks_evaluation(cfg: Config, run: RunDir, step: int) -> bool:
+    """Whether an evaluation is due after ``step`` rollouts and not on record."""
+    return due(step, cfg.eval_interval, cfg.num_rollout) and step not in {e["step"] for e in run.evaluations()}
+
+
+def with_absolute_paths(cfg: Config) -> Config:
+    """What is given relative to this folder must be found by every process, and after ``--load`` from another."""
+    changes = {name: str(Path(getattr(cfg, name)).absolute()) for name in PATHS if getattr(cfg, name) is not None}
+    hooks = {name: portable(getattr(cfg, name)) for name in HOOKS if getattr(cfg, name)}
+    if cfg.prompt_data is not None:
+        changes["prompt_data"] = portable_source(cfg.prompt_data)
+    sets = tuple((name, portable_source(path)) for name, path in cfg.eval_prompt_data)
+    return cfg.replace(**changes, **hooks, eval_prompt_data=sets, eval_env=tuple(map(portable, cfg.eval_env)))
+
+
+def check_targets(cfg: Config, *, run: Path | None) -> None:
+    """Raises ConfigError where the run in the folder ``run`` would replace what is not its own; None: a new folder."""
+    if cfg.save:
+        CheckpointStore(cfg.save).refuse_others(run)
+    target = Path(cfg.save_hf) if cfg.save_hf else None
+    if target is None or not target.exists():
+        return
+    models = [Path(model).resolve() for model in (cfg.hf_checkpoint, cfg.ref_load) if model]
+    if target.resolve() in models:
+        raise ConfigError(f"--save-hf {target} is the model the run starts from: it would be replaced. Choose another.")
+    exported = target.is_dir() and (target / "config.json").is_file() and any(target.glob("*.safetensors"))
+    if not exported and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"--save-hf {target} holds something that is no model: it would be removed. Choose another.")
+
+
+def check_environment(cfg: Config) -> None:
+    """Play one episode without a model, so that what is wrong with the environment is said before anything starts.
+
+    The same goes for the engines, each held-out set of another environment, and the metric of ``--best-metric``.
+    """
+    engine_spec(cfg, str(cfg.hf_checkpoint))
+    if cfg.env or cfg.prompt_data:
+        rehearse(
+            lambda: make_env(*cfg.env_spec(), tool_timeout=cfg.tool_timeout, sandbox=cfg.sandbox),
+            (),
+            cfg.custom_generate_function_path,
+            str(cfg.env or cfg.prompt_data),
+        )
+    if cfg.eval_interval:
+        sets = held_out_sets(cfg)
+        for held_out in sets:
+            if (held_out.spec, held_out.kwargs) != cfg.env_spec():
+                rehearse_set(cfg, held_out)
+        known = best_metrics(held_out.name for held_out in sets)
+        if cfg.best_metric not in (None, *known):
+            raise ConfigError(
+                f"--best-metric {cfg.best_metric}: the evaluations of this run give no such metric that is better when "
+                f"it is larger. Expected one of {', '.join(known)}."
+            )
+
+
+def bundles(cfg: Config) -> list[Bundle]:
+    """What the run asks of Ray: ranks, engines, the manager, in this order."""
+    gpu = has_gpu()
+    per_node = cfg.world_size // cfg.actor_num_nodes
+    ranks = [Bundle(f"rank-{i}", 1, 1 if gpu else 0, node=i // per_node) for i in range(cfg.world_size)]
+    per_engine = cfg.rollout_num_gpus_per_engine if gpu else 0
+    engines = [Bundle(f"engine-{i}", 1, per_engine) for i in range(cfg.rollout_num_engines or 1)]
+    return [*ranks, *engines, Bundle("rollout-manager", 1)]
+
+
+async def _run(cfg: Config, cluster: Cluster, run: RunDir, progress: Progress, source: Checkpoint | None) -> None:
+    rollout: RolloutGroup | None = None
+    checkpoints = CheckpointStore(run.checkpoints, keep_last=cfg.keep_last)
+    with cancel_on_signals():
+        try:
+            async with Watch(2 * cfg.rollout_health_check_timeout) as watch:
+                watch.processes(cluster.processes())
+                progress.stage("starting engines and trainer")
+                # In a thread, since it waits for rank 0: Ctrl-C must count at once.
+                trainer, rollout = await asyncio.to_thread(start_actors, cfg, cluster, run)
+                for number, rank in enumerate(trainer.ranks):
+                    watch.actor(f"trainer rank {number}", rank, run.logs / f"trainer-{number}.log")
+                watch.actor("the rollout manager", rollout.manager, run.logs / "rollout-manager.log")
+                _, notes = await asyncio.gather(trainer.ready(), rollout.start())
+                for note in notes:
+                    log.warning(note)
+                    progress.log(Text(note))
+                start = 0
+                if source is not None:
+                    progress.stage(f"loading the checkpoint after step {source.step}")
+                    await source.load(trainer=trainer, rollout=rollout)
+                    start = source.step
+                # Not before everything runs: a start that fails, or is ended as a mistake, has changed nothing.
+                settle(run, checkpoints, start, progress)
+                await training_loop(
+                    cfg, start=start, trainer=trainer, rollout=rollout, checkpoints=checkpoints, run=run,
+                    progress=progress,
+                )  # fmt: skip
+                if cfg.save_hf:
+                    progress.stage("exporting the model")
+                    await rollout.hold()
+                    await trainer.save_hf(Path(cfg.save_hf))
+        except ProcessLostError:
+            rollout = None  # whom to ask is gone or may be: Ray and the warden end what is left
+            raise
+        finally:
+            progress.stage("stopping")
+            if rollout is not None:
+                with contextlib.suppress(AgentRLError):  # the warden ends what does not end by itself
+                    await asyncio.shield(rollout.close(CLOSE_DEADLINE_S))
+
+
+def settle(run: RunDir, checkpoints: CheckpointStore, start: int, progress: Progress) -> None:
+    """Have the folder hold what was done in ``start`` rollouts and nothing else; a kill in between is made up for."""
+    if start:
+        checkpoints.go_on_from(start)  # first: the next start then comes here again
+    run.go_on(start)
+    for mended in run.mended:
+        progress.log(Text(mended))
+
+
+def start_actors(cfg: Config, cluster: Cluster, run: RunDir) -> tuple[TrainerGroup, RolloutGroup]:
+    """Create all actors; they start at the same time."""
+    from agentrl.orchestrator.manager import RolloutManager
+    from agentrl.trainer.ranks import create_ranks
+
+    model = str(cfg.hf_checkpoint)
+    world, engines = cfg.world_size, cfg.rollout_num_engines or 1
+    ranks = create_ranks(cfg, model, [cluster.options(i) for i in range(world)], log_dir=run.logs)
+    engine_options = [cluster.options(world + i) for i in range(engines)]
+    manager = (
+        with_pulse(RolloutManager)
+        .options(**cluster.options(world + engines), max_concurrency=1000)
+        .remote(cfg, str(run.path), model, engine_options)
+    )
+    episodes = cfg.rollout_batch_size * cfg.n_samples_per_prompt
+    sets = 1 + len(cfg.eval_prompt_data) + len(cfg.eval_env)
+    held_out = cfg.eval_tasks * cfg.n_samples_per_eval_prompt * sets
+    waves = max(episodes, held_out) / cfg.rollout_concurrency + 1
+    return (
+        TrainerGroup(ranks, num_steps=cfg.num_steps_per_rollout or 1, deadline=TRAIN_DEADLINE_S),
+        RolloutGroup(
+            manager,
+            deadline=START_DEADLINE_S + cfg.engine_timeout,
+            # Each of an episode's three attempts ends by its own timeout, so a batch ends after so many waves of them.
+            rollout_deadline=waves * 3 * (cfg.episode_timeout + cfg.engine_timeout),
+        ),
+    )
+
+
+def how_to_go_on(run: RunDir, progress: Progress, error: BaseException) -> None:
+    """After a failure or an interruption: what is saved, and what to type."""
+    log.error("the run ended early", exc_info=error)
+    saved = CheckpointStore(run.checkpoints).newest_step()
+    if saved:
+        progress.log(Text(f"saved up to step {saved}; go on with: agentrl train --load {shown(run.path)}"))
+    else:
+        progress.log(Text(f"nothing was saved yet; begin again with: agentrl train --load {shown(run.path)}"))
+
+
+def report(run: RunDir, progress: Progress) -> None:
+    """The closing words: before and after, an episode of each, where everything lies, what to type next."""
+    figure = run.plot_reward()
+    evaluations = list(run.evaluations())
+    if len(evaluations) > 1:
+        first, last = evaluations[0], evaluations[-1]
+        name = next(iter(last["sets"]))
+        try:
+            pair = telling_pair(*(list(run.store.read(f"eval-{name}", step=e["step"])) for e in (first, last)))
+        except DataError as error:
+            progress.log(Text(str(error)))
+            pair = None
+        if pair is not None:
+            progress.log(episode_panel(pair[0], f"a held-out task {when(first['step'])} ({pair[0].task.task_id})"))
+            progress.log(episode_panel(pair[1], f"the same task {when(last['step'])}"))
+        rows = [(n, first["sets"].get(n), last["sets"][n]) for n in last["sets"]]
+        # A set of which no episode could be scored, or that was added on the way, has nothing to compare.
+        rows = [row for row in rows if all(side and side["success"]["n"] for side in row[1:])]
+        if rows:
+            progress.log(before_after(rows, (first["step"], last["step"])))
+    folder = shown(run.path)
+    places = {"run folder": folder, "reward curve": shown(figure)}
+    if run.config.tensorboard:
+        places["TensorBoard"] = f"tensorboard --logdir {folder}/tensorboard"
+    following = {
+        "train on an environment of your own": "agentrl train --env my_env.py:MyEnv",
+    }
+    if CheckpointStore(run.checkpoints).newest_step():
+        following = {
+            "look at episodes that failed": f"agentrl show {folder} --failed",
+            "evaluate the trained agent": f"agentrl eval --run {folder}",
+            "write it as a Hugging Face model": f"agentrl export --run {folder} --output-dir my-agent",
+        } | following
+        if evaluations and evaluations[0]["step"] != evaluations[-1]["step"]:
+            ends = f"{folder}@{evaluations[0]['step']} {folder}@{evaluations[-1]['step']}"
+            following = {"what training changed, task by task": f"agentrl compare {ends}"} | following
+    if CheckpointStore(run.checkpoints).best_so_far() is not None:
+        following = {"evaluate the best checkpoint": f"agentrl eval --run {folder} --checkpoint best"} | following
+    lines = [f"  {name:<13} {value}" for name, value in places.items()]
+    width = max(map(len, following.values()))
+    lines += ["what next:", *(f"  {command:<{width}}  # {what}" for what, command in following.items())]
+    progress.log(Text.assemble(("done", "bold green"), f" in {clock(progress.elapsed)}\n", "\n".join(lines)))
+
+
+def telling_pair(before: list[Trajectory], after: list[Trajectory]) -> tuple[Trajectory, Trajectory] | None:
+    """One task before and after: one that was learned, if there is one."""
+    then = {t.task.task_id: t for t in after}
+    pairs = [(t, then[t.task.task_id]) for t in before if t.task.task_id in then]
+    learned = [(b, a) for b, a in pairs if a.success and not b.success]
+    return next(iter(learned or pairs), None)

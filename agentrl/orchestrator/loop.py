@@ -1,0 +1,168 @@
+"""The training loop, top to bottom: generate, train, save, sync, evaluate.
+
+``version`` is the number of rollouts the weights were trained on; engines report it with every token.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from agentrl.data.checkpoint import Best
+from agentrl.data.run_folder import scalars_of
+from agentrl.orchestrator.notices import Lasting, nothing_to_learn
+from agentrl.progress import Progress
+from agentrl.rollout.setup import has_gpu
+from agentrl.trainer.agreement import AgreementWatch, Bounds
+
+if TYPE_CHECKING:
+    from agentrl.config.schema import Config
+    from agentrl.data.checkpoint import CheckpointStore
+    from agentrl.data.run_folder import RunDir
+    from agentrl.orchestrator.handles import RolloutGroup, TrainerGroup
+
+log = logging.getLogger(__name__)
+
+
+async def training_loop(
+    cfg: Config,
+    *,
+    start: int,
+    trainer: TrainerGroup,
+    rollout: RolloutGroup,
+    checkpoints: CheckpointStore,
+    run: RunDir,
+    progress: Progress,
+) -> None:
+    """Train from rollout ``start`` to ``cfg.num_rollout``."""
+    watch = AgreementWatch(Bounds.of(cfg, gpu=has_gpu()).warn)
+    progress.stage("syncing weights")
+    synced = await rollout.update_weights(trainer, start)
+    keep_best(cfg, checkpoints=checkpoints, run=run, progress=progress)
+    evaluated = {evaluation["step"] for evaluation in run.evaluations()}
+    at_start = due(start, cfg.eval_interval, cfg.num_rollout) if start else cfg.eval_before_train
+    if at_start and cfg.eval_interval and start not in evaluated:
+        await evaluate(rollout, start, run=run, progress=progress)
+
+    lasting = Lasting()
+    for step in range(start, cfg.num_rollout):
+        began = time.monotonic()
+        progress.stage("rollout")
+        generated = await rollout.generate(step, progress=progress)
+        if generated is None:
+            progress.log(Text(f"no more tasks in the data source: done after {step} of {cfg.num_rollout} rollouts"))
+            await end_early(
+                cfg, step, trainer=trainer, rollout=rollout, checkpoints=checkpoints, run=run, progress=progress
+            )
+            return
+
+        progress.stage("training")
+        trained = await trainer.train(generated.batch)
+        await rollout.mark_trained()
+
+        version = step + 1
+        # Before the checkpoint: what a checkpoint holds must be in the metrics, should the run die in between.
+        report(version, generated.metrics | trained | synced, began, run=run, progress=progress)
+        progress.warn(lasting.say("lost", generated.lost))
+        progress.warn(generated.dropped)
+        progress.warn(lasting.say("learning", nothing_to_learn(generated.metrics)))
+        if warning := watch.warning(version, trained):
+            log.warning(warning)
+            progress.log(Text(warning, style="yellow"))
+        evaluates = due(version, cfg.eval_interval, cfg.num_rollout)
+        # What may turn out to be the best is saved before it is evaluated: after the sync the ranks are not free.
+        if due(version, cfg.save_interval, cfg.num_rollout) or (evaluates and cfg.best_metric):
+            progress.stage("saving a checkpoint")
+            await checkpoints.save(version, trainer=trainer, rollout=rollout)
+
+        progress.stage("syncing weights")
+        synced = await rollout.update_weights(trainer, version)
+        if evaluates:
+            await evaluate(rollout, version, run=run, progress=progress)
+            keep_best(cfg, checkpoints=checkpoints, run=run, progress=progress)
+
+
+async def end_early(
+    cfg: Config,
+    version: int,
+    *,
+    trainer: TrainerGroup,
+    rollout: RolloutGroup,
+    checkpoints: CheckpointStore,
+    run: RunDir,
+    progress: Progress,
+) -> None:
+    """What the last rollout would have brought: an evaluation and a checkpoint, where they are not there yet."""
+    if cfg.eval_interval and version not in {evaluation["step"] for evaluation in run.evaluations()}:
+        await evaluate(rollout, version, run=run, progress=progress)
+    if (cfg.save_interval or cfg.best_metric) and version and version != checkpoints.newest_step():
+        progress.stage("saving a checkpoint")
+        await rollout.hold()  # the trainer's ranks are about to work together
+        await checkpoints.save(version, trainer=trainer, rollout=rollout)
+    keep_best(cfg, checkpoints=checkpoints, run=run, progress=progress)
+
+
+def due(version: int, interval: int, total: int) -> bool:
+    """Whether something done every ``interval`` rollouts, and after the last one, is done now."""
+    return interval > 0 and (version % interval == 0 or version == total)
+
+
+async def evaluate(rollout: RolloutGroup, step: int, *, run: RunDir, progress: Progress) -> None:
+    """Evaluate on every held-out set."""
+    progress.stage("evaluating on held-out tasks")
+    summaries = await rollout.evaluate(step, progress=progress)
+    for name, summary in summaries.items():
+        success = summary["success"]
+        progress.evaluated(
+            step,
+            success["mean"],
+            f"held-out {name} after step {step}: success {success['mean']:.1%} "
+            f"[{success['low']:.1%}, {success['high']:.1%}] on {success['n_tasks']} tasks, "
+            f"{summary['turns']:.1f} turns, {summary['errors']} errors",
+        )
+    run.log_evaluation(step, summaries)
+
+
+def keep_best(cfg: Config, *, checkpoints: CheckpointStore, run: RunDir, progress: Progress) -> None:
+    """Point to the checkpoint with the best evaluation; the earlier one of two equals.
+
+    Decided anew from what was logged each time, so that an interruption, or going back to an earlier checkpoint,
+    leaves it right.
+    """
+    if cfg.best_metric is None:
+        return
+    there, found = set(checkpoints.steps()), None
+    for evaluation in run.evaluations():
+        value = scalars_of(evaluation).get(cfg.best_metric)
+        if value is None or value != value or evaluation["step"] not in there:
+            continue
+        if found is None or value > found.value:
+            found = Best(evaluation["step"], cfg.best_metric, value)
+    if found != checkpoints.best_so_far():
+        checkpoints.mark_best(found)
+        if found is not None:
+            progress.log(Text(f"best checkpoint so far: step {found.step}, {found.metric} {found.value:.3f}"))
+
+
+def best_metrics(sets: Iterable[str]) -> list[str]:
+    """Names that ``--best-metric`` may have: of these held-out sets, what is better when it is larger."""
+    values = ("success", "reward", "success_low", "reward_low")
+    return [f"eval/{name}/{value}" for name in sets for value in values]
+
+
+def report(version: int, metrics: dict[str, float], began: float, *, run: RunDir, progress: Progress) -> None:
+    """Write one step's metrics and show its line. The sync in it brought the weights it sampled with."""
+    metrics["time/step"] = time.monotonic() - began
+    run.log_metrics(version, metrics)
+    progress.step_done(
+        version,
+        metrics["rollout/reward"],
+        metrics["rollout/tokens_per_s"],
+        f"step {version}: reward {metrics['rollout/reward']:.3f}  success {metrics['rollout/success']:.1%}  "
+        f"turns {metrics['rollout/turns']:.1f}  {metrics['rollout/tokens_per_s']:,.0f} tokens/s  "
+        f"grad norm {metrics['train/grad_norm']:.2f}  {metrics['time/step']:.1f} s",
+    )

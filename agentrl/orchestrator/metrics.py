@@ -1,0 +1,104 @@
+"""Metrics of one rollout. Names are those of ``metrics.jsonl`` and TensorBoard."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from agentrl.algorithms.grpo import zero_variance_fraction
+from agentrl.types import Group, Outcome, Trajectory
+
+
+def rollout_metrics(
+    groups: Sequence[Group], advantages: Mapping[str, float], seconds: float, version: int
+) -> dict[str, float]:
+    """What a rollout was like. Rates are in [0, 1], times in seconds, lengths in tokens.
+
+    Episodes that failed for reasons of infrastructure are counted (``rollout/errors``) and enter nothing else. An
+    episode of several agents counts once: its turns and tokens are those of all, its reward is their mean.
+    """
+    everything = [t for group in groups for t in group.trajectories]
+    scored = [t for t in everything if t.outcome is not Outcome.INFRA_ERROR]
+    episodes, all_episodes = by_episode(scored), by_episode(everything)
+    rewards = [_mean([t.reward for t in e]) for e in episodes]
+    lengths = [sum(t.num_tokens for t in e) for e in episodes]
+    generated = sum(t.num_sampled for t in everything)
+    metrics = {
+        "rollout/reward": _mean(rewards),
+        "rollout/reward_std": float(np.std(rewards)) if rewards else float("nan"),
+        "rollout/success": _mean([float(_solved(e)) for e in episodes]),
+        "rollout/turns": _mean([sum(t.num_turns for t in e) for e in episodes]),
+        "rollout/tool_calls": _mean([sum(len(t.tool_calls) for t in e) for e in episodes]),
+        "rollout/tool_retries": float(sum(_retries(t) for e in all_episodes for t in e)),
+        "rollout/response_tokens": _mean([sum(t.num_sampled for t in e) for e in episodes]),
+        "rollout/episode_tokens": _mean(lengths),
+        "rollout/episode_tokens_max": float(max(lengths, default=0)),
+        "rollout/segments": _mean([len(t.segments) for t in scored]),
+        "rollout/truncated": _mean([float(e[0].outcome is Outcome.TRUNCATED) for e in episodes]),
+        "rollout/errors": float(len(all_episodes) - len(episodes)),
+        "rollout/zero_variance": zero_variance_fraction(dict(advantages)),
+        "rollout/staleness_max": _staleness(scored, version),
+        "rollout/tokens": float(generated),
+        "rollout/tokens_per_s": generated / max(seconds, 1e-9),
+        "time/rollout": seconds,
+    }
+    durations = [e[0].timings.get("total", 0.0) for e in episodes]
+    for share in (50, 95):
+        metrics[f"rollout/episode_seconds_p{share}"] = float(np.percentile(durations, share)) if durations else 0.0
+    for part in ("engine", "env"):
+        metrics[f"rollout/{part}_seconds"] = _mean([sum(t.timings.get(part, 0.0) for t in e) for e in episodes])
+    for name, values in _parts([e[0] for e in episodes]).items():
+        metrics[f"rollout/reward/{name}"] = _mean(values)
+    for reason, count in Counter(str(e[0].stop_reason) for e in all_episodes).items():
+        metrics[f"rollout/stop/{reason}"] = count / len(all_episodes)
+    return metrics | _of_agents(scored)
+
+
+def by_episode(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
+    """Trajectories that are of one episode together; more than one where several agents played."""
+    episodes: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        episodes.setdefault(trajectory.episode_id, []).append(trajectory)
+    return list(episodes.values())
+
+
+def _of_agents(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What is each agent's own, where several play."""
+    of_agent: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        if trajectory.episode_id != trajectory.trajectory_id:
+            of_agent.setdefault(trajectory.agent, []).append(trajectory)
+    metrics = {}
+    for agent, own in of_agent.items():
+        metrics[f"rollout/agent/{agent}/reward"] = _mean([t.reward for t in own])
+        metrics[f"rollout/agent/{agent}/turns"] = _mean([t.num_turns for t in own])
+        metrics[f"rollout/agent/{agent}/response_tokens"] = _mean([t.num_sampled for t in own])
+    return metrics
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else float("nan")
+
+
+def _solved(episode: Sequence[Trajectory]) -> bool:
+    success = episode[0].success
+    return success if success is not None else _mean([t.reward for t in episode]) > 0
+
+
+def _retries(trajectory: Trajectory) -> int:
+    """How often tools asked a service of theirs again."""
+    return sum((call.get("metadata") or {}).get("retries", 0) for call in trajectory.tool_calls)
+
+
+def _staleness(trajectories: Sequence[Trajectory], version: int) -> float:
+    """Largest age, in weight versions, of a sampled token."""
+    oldest = [int(s.versions[s.loss_mask == 1].min()) for t in trajectories for s in t.segments if s.num_sampled]
+    return float(version - min(oldest)) if oldest else 0.0
+
+
+def _parts(trajectories: Sequence[Trajectory]) -> dict[str, list[float]]:
+    """Each named part of the reward, over all episodes: one that did not earn a part has 0 of it."""
+    names = {name: None for t in trajectories for name in t.rewards}
+    return {name: [t.rewards.get(name, 0.0) for t in trajectories] for name in names}

@@ -1,0 +1,19 @@
+"""Retrieval of passages: BM25 over a corpus in memory or on disk, or a server with Search-R1's HTTP API."""
+
+from __future__ import annotations
+
+from agentrl.retrieval.bm25 import Bm25Index, Hit, Index, build_in_memory, open_index
+from agentrl.retrieval.passages import Passage
+from agentrl.retrieval.retriever import HttpRetriever, LocalRetriever, Retriever
+
+__all__ = [
+    "Bm25Index",
+    "Hit",
+    "HttpRetriever",
+    "Index",
+    "LocalRetriever",
+    "Passage",
+    "Retriever",
+    "build_in_memory",
+    "open_index",
+]

@@ -1,0 +1,373 @@
+"""Episodes against any OpenAI-compatible server: a conversation of messages in place of one of tokens.
+
+The same environment and tool code runs, and the same record comes out, without tokens: ``segments`` is empty, token
+counts are the server's. What differs from the token ledger, and how it is bridged:
+
+- A server may return tool calls apart from the text. Environments get them as hermes text
+  (``<tool_call>{...}</tool_call>``) behind the content, while the history keeps the server's own message, to whose
+  call ids the results refer.
+- Servers strip the stop string that ended a turn. It is put back, since ``</search>`` is what an environment looks for:
+  the string that the server names, or the end of the last tag left open.
+- The context budget counts what the server reported, with four characters a token for what came since; the first
+  prompt is counted once the server has seen it. ``max_tool_output_tokens`` counts four characters a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+import zlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from agentrl.chat_api.client import OpenAIClient
+from agentrl.chat_api.refusals import ContextOverflow
+from agentrl.chat_api.reply import Reply, ServerCall
+from agentrl.config.template import template_variables
+from agentrl.errors import ConfigError, EngineError
+from agentrl.rollout.conversation import EpisodeEnd, EpisodeLimits, Turn
+from agentrl.rollout.policies.openai_messages import (
+    call_arguments,
+    ended,
+    outgoing,
+    refuse_inline,
+    tokens_about,
+    turn_text,
+)
+from agentrl.rollout.sampling import for_turn
+from agentrl.tools.formats import Parsed, Parser, clean_text
+from agentrl.types import Message, SamplingParams, Segment, StopReason
+
+__all__ = ["ChatConversation", "OpenAIClient", "ServerChat", "open_server", "served_model"]
+
+CALL_FORMAT = "hermes"
+_CONTACT_SECONDS = 10.0
+_FOREIGN_CALLS = ("<arg_key>", "<function=", "[TOOL_CALLS]", "<|python_tag|>", "tool▁calls▁begin", "tool_calls_section")
+_NO_TOKENS = np.zeros(0, np.int32)
+
+
+@asynccontextmanager
+async def open_server(cfg: Any) -> AsyncIterator[tuple[OpenAIClient, ServerChat]]:
+    """The policy behind ``--base-url``: what an episode needs as client and chat.
+
+    Args:
+        cfg: has ``base_url``, ``model``, ``api_key_env``, ``seed``, ``rollout_concurrency`` and ``engine_timeout``.
+
+    Raises:
+        ConfigError: address, key or model cannot be used.
+        EngineError: no server answers.
+    """
+    async with _client(cfg) as client:
+        await client.choose_model(cfg.model, timeout=min(_CONTACT_SECONDS, cfg.engine_timeout))
+        yield client, ServerChat(seed=cfg.seed, variables=template_variables(cfg))
+
+
+def served_model(cfg: Any) -> str:
+    """The model that ``cfg`` means: the one it names, or the only one that the server lists. First contact with it.
+
+    Raises: what :func:`open_server` raises.
+    """
+
+    async def ask() -> str:
+        async with _client(cfg) as client:
+            return await client.choose_model(cfg.model, timeout=min(_CONTACT_SECONDS, cfg.engine_timeout))
+
+    return asyncio.run(ask())
+
+
+def _client(cfg: Any) -> OpenAIClient:
+    return OpenAIClient(
+        cfg.base_url,
+        api_key=os.environ.get(cfg.api_key_env) if cfg.api_key_env else None,
+        api_key_env=cfg.api_key_env or "",
+        max_concurrency=cfg.rollout_concurrency,
+    )
+
+
+class ServerChat:
+    """The server's own template, in the place of :class:`~agentrl.rollout.template.chat.ChatTemplate`.
+
+    Args:
+        seed: of sampling; each request gets one of its own, from this, the episode and the turn.
+        variables: sent with each request as ``chat_template_kwargs``, which SGLang and vLLM hand to their template.
+    """
+
+    call_format = CALL_FORMAT
+
+    def __init__(self, *, seed: int = 0, variables: Mapping[str, Any] | None = None) -> None:
+        self.seed = seed
+        self.variables = dict(variables or {})
+
+    def conversation(
+        self,
+        *,
+        client: OpenAIClient,
+        parser: Parser,
+        params: SamplingParams,
+        limits: EpisodeLimits,
+        routing_key: str,
+        name: str,
+    ) -> ChatConversation:
+        """The policy's side of one episode, see :class:`~agentrl.rollout.conversation.Conversation`.
+
+        Raises:
+            ConfigError: the environment insists on a model family's own call format.
+        """
+        if parser.structured and parser.name != CALL_FORMAT:
+            raise ConfigError(
+                f"call format {parser.name!r}: a server reads its model's calls itself, and they reach the environment "
+                f"as {CALL_FORMAT!r}; leave the environment's call_format at 'auto'"
+            )
+        return ChatConversation(
+            client, parser, params, limits, routing_key=routing_key, name=name, seed=self.seed, variables=self.variables
+        )
+
+
+class ChatConversation:
+    """One episode's conversation with a chat server: the surface of
+    :class:`~agentrl.rollout.conversation.Conversation`, without tokens.
+
+    Attributes:
+        messages: the record, with calls as objects.
+        turns: per turn: token counts as the server reports them (estimated where it does not), seconds, finish
+            reason.
+    """
+
+    def __init__(
+        self,
+        client: OpenAIClient,
+        parser: Parser,
+        params: SamplingParams,
+        limits: EpisodeLimits,
+        *,
+        routing_key: str,
+        name: str,
+        seed: int = 0,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.messages: list[Message] = []
+        self.turns: list[dict[str, Any]] = []
+        self.engine_seconds = 0.0
+        self.encode_seconds = 0.0
+        self.last_turn: Turn | None = None
+        self._client, self._parser, self._params, self._limits = client, parser, params, limits
+        self._routing_key, self._name, self._seed = routing_key, name, seed
+        self._variables: dict[str, Any] = dict(variables or {})  # of the server's chat template
+        self._history: list[dict[str, Any]] = []  # as it goes to the server
+        self._tools: list[dict[str, Any]] | None = None
+        self._stop: tuple[str, ...] = ()
+        self._used = 0
+        self._observed = 0
+        self._ids: dict[str, str] = {}  # the parser's id of each call of the last turn -> the history's
+        self._awaiting = False  # a turn was sampled that no observation followed yet
+
+    @property
+    def num_turns(self) -> int:
+        """Turns sampled so far."""
+        return len(self.turns)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the conversation has, about; see the module's description."""
+        return self._used
+
+    def segments(self) -> list[Segment]:
+        """Nothing: tokens stay with the server."""
+        return []
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]] | None = None,
+        stop: Sequence[str] = (),
+        *,
+        raw: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Open the conversation. The server's template gets ``variables``, and reads control tokens wherever they are.
+
+        Raises:
+            ConfigError: the prompt is to be sent without chat template, or holds a role that no server knows.
+        """
+        if raw is not None:
+            raise ConfigError(
+                "--no-apply-chat-template: a chat server applies its own template to every prompt; "
+                "evaluate with --hf-checkpoint"
+            )
+        refuse_inline(messages)
+        self.messages, self._tools, self._stop = list(messages), tools, tuple(stop)
+        self._history = [outgoing(message) for message in messages]
+        self._variables = {**self._variables, **(variables or {})}
+
+    async def generate(self) -> Turn:
+        """Sample one turn.
+
+        Raises:
+            EpisodeEnd: ENGINE_ERROR, the context is full, or (ENV_ERROR) the first prompt does not fit.
+            ConfigError: the server will refuse every request.
+        """
+        room = self._limits.max_context_len - self._used
+        if room < 1:
+            raise EpisodeEnd(StopReason.MAX_CONTEXT)
+        budget = min(self._limits.max_response_len, self._params.max_new_tokens, room)
+        params = for_turn(self._params, max_new_tokens=budget, stop=self._stop)
+        seed = zlib.crc32(f"{self._seed}/{self._routing_key}/{self.num_turns}".encode()) >> 1
+        started = time.monotonic()
+        try:
+            reply = await self._client.complete(
+                self._history,
+                params,
+                tools=self._tools,
+                template_kwargs=self._variables,
+                seed=seed if params.temperature > 0 else None,
+                timeout=self._limits.request_timeout_s,
+            )
+        except ContextOverflow as error:
+            if self.turns:
+                raise EpisodeEnd(StopReason.MAX_CONTEXT) from error
+            raise self._prompt_too_long(str(error)) from error
+        except EngineError as error:
+            raise EpisodeEnd(StopReason.ENGINE_ERROR, str(error)) from error
+        return self._take(reply, params.stop, budget, room, time.monotonic() - started)
+
+    def _take(self, reply: Reply, stop: tuple[str, ...], budget: int, room: int, seconds: float) -> Turn:
+        """Enter an answer into the history and the record."""
+        content = clean_text(reply.content) if reply.tool_calls else ended(clean_text(reply.content), reply, stop)
+        text = turn_text(content, reply)
+        parsed = self._parser.parse(text)
+        self._remember(content, parsed, reply)
+        cut_short = None
+        if reply.finish_reason == "length":
+            cut_short = StopReason.MAX_CONTEXT if budget == room else StopReason.MAX_TOKENS
+        turn = Turn(text, parsed, self.messages[-1], reply.finish_reason, _NO_TOKENS, cut_short)
+        self.last_turn, self._awaiting = turn, True
+        self.engine_seconds += seconds
+        prompt_tokens, sampled = reply.prompt_tokens, reply.output_tokens
+        if prompt_tokens is None:
+            prompt_tokens = self._used or tokens_about(json.dumps([self._history[:-1], self._tools]))
+        if sampled is None:
+            sampled = tokens_about(text)
+        self._used = prompt_tokens + sampled
+        self.turns.append(
+            {
+                "prompt_tokens": prompt_tokens,
+                "sampled_tokens": sampled,
+                "cached_tokens": reply.cached_tokens,
+                "finish_reason": reply.finish_reason,
+                "engine_seconds": seconds,
+            }
+        )
+        if prompt_tokens >= self._limits.max_context_len and len(self.turns) == 1:
+            raise self._prompt_too_long(f"it has {prompt_tokens} tokens")
+        return turn
+
+    def _remember(self, content: str, parsed: Parsed, reply: Reply) -> None:
+        """The assistant's message: the server's own in the history, with calls as objects in the record."""
+        message = Message(role="assistant", content=content)
+        if reply.reasoning:
+            message["reasoning_content"] = clean_text(reply.reasoning)
+        if reply.tool_calls:
+            calls = [
+                ServerCall(call.id or f"call_{self.num_turns}_{index}", call.name, call.arguments)
+                for index, call in enumerate(reply.tool_calls)
+            ]
+            self._ids = {own.id: call.id for own, call in zip(parsed.tool_calls, calls, strict=False)}
+        else:
+            if self._parser.structured:
+                self._note_foreign(content)
+                message = parsed.message()
+            good = [call for call in parsed.tool_calls if call.error is None and parsed.structured]
+            self._ids = {call.id: f"call_{self.num_turns}_{index}" for index, call in enumerate(good)}
+            calls = [ServerCall(self._ids[call.id], call.name, json.dumps(call.arguments)) for call in good]
+        sent: dict[str, Any] = {"role": "assistant", "content": message.get("content", ""), **reply.kept}
+        if calls:
+            sent["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls
+            ]
+            message["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": call_arguments(c.arguments)}}
+                for c in calls
+            ]
+        self.messages.append(message)
+        self._history.append(sent)
+
+    def _note_foreign(self, content: str) -> None:
+        if self._tools and any(mark in content for mark in _FOREIGN_CALLS):
+            self._client.note(
+                "the server returned a tool call as text in its model's own format, which is not executed: start it "
+                "with its tool-call parser (SGLang: --tool-call-parser; vLLM: --enable-auto-tool-choice "
+                "--tool-call-parser)"
+            )
+
+    def observe(self, messages: Sequence[Message]) -> None:
+        """Append an observation and open the next turn.
+
+        Raises:
+            EpisodeEnd: it does not fit into the context or the tool-output budget.
+            ConfigError: it holds a role that no server knows.
+        """
+        if not self._awaiting:
+            raise ConfigError("observe() before generate(): give the first messages to prompt()")
+        refuse_inline(messages)
+        own = self._with_own_ids(messages)
+        self.messages = [*self.messages, *own]
+        size = sum(tokens_about(message.get("content") or "") for message in messages)
+        self._observed += size
+        limit = self._limits.max_tool_output_tokens
+        if limit is not None and self._observed > limit:
+            raise EpisodeEnd(StopReason.MAX_TOOL_OUTPUT)
+        self._used += size
+        if self._used >= self._limits.max_context_len:
+            raise EpisodeEnd(StopReason.MAX_CONTEXT)
+        self._answer_calls(own)
+        self._awaiting = False
+
+    def _with_own_ids(self, messages: Sequence[Message]) -> list[Message]:
+        """Results under the ids of the history; those without an id answer the calls in order."""
+        given = {message.get("tool_call_id") for message in messages}
+        unclaimed = [own for parsed, own in self._ids.items() if parsed not in given]
+        renamed = []
+        for message in messages:
+            if message["role"] == "tool":
+                call_id = message.get("tool_call_id") or ""
+                own = self._ids.get(call_id) or (unclaimed.pop(0) if not call_id and unclaimed else call_id)
+                message = Message(**{**message, "tool_call_id": own})
+            renamed.append(message)
+        return renamed
+
+    def _answer_calls(self, messages: Sequence[Message]) -> None:
+        """Results first, each to its call; servers refuse a call without a result and a result without a call."""
+        last = self._history[-1]
+        open_ids = [call["id"] for call in last.get("tool_calls", ())]
+        results, others = [], []
+        for message in messages:
+            sent = outgoing(message)
+            if sent["role"] != "tool":
+                others.append(sent)
+            elif sent["tool_call_id"] in open_ids:
+                open_ids.remove(sent["tool_call_id"])
+                results.append(sent)
+            else:  # the result of a call that the server did not read as one
+                others.append({"role": "user", "content": sent["content"]})
+        if open_ids:  # the environment answers in words of its own: then the calls are words too
+            del last["tool_calls"]
+            assert self.last_turn is not None
+            last["content"] = self.last_turn.text
+            others = [{"role": "user", "content": m["content"]} for m in results] + others
+            results = []
+        self._history += [*results, *others]
+
+    def _prompt_too_long(self, what: str) -> EpisodeEnd:
+        return EpisodeEnd(
+            StopReason.ENV_ERROR,
+            f"task {self._name}: the first prompt does not fit: {what}. --rollout-max-context-len is "
+            f"{self._limits.max_context_len}, --rollout-max-response-len {self._limits.max_response_len}; shorten the "
+            "prompt, or set the limits to what the server's model takes",
+            retryable=False,
+        )

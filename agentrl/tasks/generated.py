@@ -1,0 +1,98 @@
+"""Tasks made by a seeded generator, with train and test sets that share none."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agentrl.errors import ConfigError, DataError
+from agentrl.tasks.dataset import Columns, open_rows
+
+Row = dict[str, Any]
+Make = Callable[[np.random.Generator], tuple[Any, Row]]
+"""Draws a task: what makes it this task (any JSON value, its identity), and its row."""
+
+NUM_TASKS = {"train": 65_536, "test": 1_024}
+TEST_SHARE = 5
+"""One identity in so many belongs to the test set."""
+
+LEVELS = ("easy", "medium", "hard")
+
+
+class GeneratedTasks(Sequence[Row]):
+    """The tasks of one split, made when asked for.
+
+    Each kind of task at each level takes its turn, so any run of consecutive indices holds all of them in the same
+    proportion. A task belongs to the split that a hash of its identity says, so no task is in both.
+
+    Args:
+        name: first part of the ids.
+        makers: by name of the kind and level, how such a task is drawn.
+        split: ``train`` or ``test``.
+        seed: another seed, other tasks.
+
+    Raises:
+        ConfigError: the seed is no whole number of at least 0.
+    """
+
+    def __init__(self, name: str, makers: Mapping[str, Make], split: str, seed: int = 0) -> None:
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ConfigError(f"task_seed is {seed!r}; a whole number of at least 0 is expected.")
+        self._name, self._split, self._seed = name, split, seed
+        self._makers = list(makers.items())
+
+    def __len__(self) -> int:
+        return NUM_TASKS[self._split]
+
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        kind, make = self._makers[index % len(self._makers)]
+        rng = np.random.default_rng([zlib.crc32(f"{self._name} {self._split}".encode()), self._seed, index])
+        while True:  # ends after a few draws: the share of either split is known
+            identity, row = make(rng)
+            if (zlib.crc32(repr((kind, identity)).encode()) % TEST_SHARE == 0) == (self._split == "test"):
+                return {**row, "task_id": f"{self._name}-{self._seed}/{self._split}/{index}", "kind": kind}
+
+
+def chosen_levels(difficulty: str) -> tuple[str, ...]:
+    """The levels that a setting names, such as ``easy`` or ``easy+hard``.
+
+    Raises:
+        ConfigError: one is unknown.
+    """
+    levels = tuple(part.strip() for part in str(difficulty).split("+"))
+    if not set(levels) <= set(LEVELS):
+        raise ConfigError(f"difficulty is {difficulty!r}; expected {', '.join(LEVELS)}, or several joined by '+'.")
+    return levels
+
+
+def own_tasks(
+    train_data: str | Path | None, test_data: str | Path | None, input_key: str, label_key: str
+) -> dict[str, Sequence[Row]]:
+    """The user's tasks by split, where some are given.
+
+    Args:
+        train_data: task data in any form that :func:`agentrl.load_tasks` takes; None for no such split.
+        test_data: the same.
+        input_key: column of the prompt.
+        label_key: column of the answer; every row needs one.
+
+    Raises:
+        DataError: a file cannot be used, or an answer is missing; the text names the file.
+    """
+    columns = Columns(input_key, label_key, keep=("category",))
+    tasks: dict[str, Sequence[Row]] = {"train": (), "test": ()}
+    for split, data in (("train", train_data), ("test", test_data)):
+        if data is None:
+            continue
+        loaded = open_rows(data, columns)
+        if loaded.answered < len(loaded.rows):
+            missing = len(loaded.rows) - loaded.answered
+            raise DataError(f"{data}: {missing} of {len(loaded.rows)} rows have no answer in the column {label_key!r}.")
+        tasks[split] = loaded.rows
+    return tasks

@@ -1,0 +1,198 @@
+"""What all call parsers share: the parsed turn, and one pass over reasoning blocks and calls."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, ClassVar, cast
+
+from agentrl.shared_keys import SharedKeys
+from agentrl.tools.formats.strict_json import clean_text
+from agentrl.types import Message, ToolCall
+
+MAX_CALLS = 64
+"""Calls read from one turn; more are refused unread, so that no text is slow to parse."""
+_THINK, _THOUGHT = {"<think>": "</think>"}, frozenset(["</think>"])
+_CALL_IDS = [f"call_{number}" for number in range(2 * MAX_CALLS)]  # shared by all trajectories that are held
+
+_message, _call, _function = SharedKeys(), SharedKeys(), SharedKeys()
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """One model turn, taken apart.
+
+    ``content`` is the text outside reasoning and well-formed calls, ``tool_calls`` the calls in order
+    (a malformed one has ``error`` set), ``errors`` what was wrong, in words. In a format that is not
+    ``structured`` the calls are part of the content, and the chat template knows nothing of them.
+    """
+
+    content: str
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    structured: bool = True
+
+    def message(self) -> Message:
+        """The turn as an assistant message, as chat templates take it."""
+        message = cast(Message, _message(role="assistant", content=self.content))
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        calls = [
+            _call(id=c.id, type="function", function=_function(name=c.name, arguments=c.arguments))
+            for c in self.tool_calls
+            if c.error is None and self.structured
+        ]
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+
+Read = tuple[list[ToolCall], int]
+
+
+class Parser(ABC):
+    """Takes model turns apart. Stateless."""
+
+    name: str = ""
+    stop: tuple[str, ...] = ()
+    """Strings after which the engine may stop, the turn being complete."""
+    ends: ClassVar[tuple[str, ...]] = ()
+    """Control tokens that end a turn with calls; not every checkpoint declares them."""
+    structured: bool = True
+    """Whether the chat template renders calls and results of this format."""
+    hint: str = ""
+    """How a call is written, for a model that got it wrong."""
+    reasoning_tags: ClassVar[Mapping[str, str]] = {"<think>": "</think>"}
+    """Opening and closing tags of what is thought, all that the family has: nothing in between is a call."""
+
+    @abstractmethod
+    def parse(self, text: str) -> Parsed:
+        """Takes one turn apart. Never raises on a ``str``."""
+
+    def plain(self, text: str) -> str:
+        """The turn with what was thought between ``<think>`` tags, as environments and rewards get it, whatever marks
+        the family has for its reasoning and its answer. Calls stay as they were written.
+        """
+        for opening, closing in self.reasoning_tags.items():
+            if opening not in _THINK:
+                text = text.replace(opening, "<think>").replace(closing, "</think>")
+        return text
+
+    def with_tools(self, schemas: Sequence[dict[str, Any]]) -> Parser:
+        """The parser for an episode with these tools (OpenAI form); most formats need not know them."""
+        return self
+
+    def call_id(self, number: int) -> str:
+        """Id of the turn's call ``number``, from 0, where the model writes none."""
+        return _CALL_IDS[number]
+
+    def _scan(self, text: str, openings: dict[str, str], bare: re.Pattern[str] | None = None) -> Parsed:
+        """One pass from left to right over reasoning blocks and calls.
+
+        Args:
+            text: The turn.
+            openings: Opening tag of a call to its name.
+            bare: What a call without opening tag starts with, at the start of what is said.
+        """
+        text = clean_text(text)
+        tags, closings = _THINK, _THOUGHT
+        pattern = _any_of((*tags, *closings, *openings))
+        content: list[str] = []
+        thoughts: list[str] = []
+        calls: list[ToolCall] = []
+        head = position = _end_of_head(text)
+        said = False  # whether anything but white space was
+        while True:
+            if bare and not said and (start := bare.match(text, position)):
+                said = True
+                read = self._read_calls(text, start.end(), "", 0)
+                if read is not None:
+                    calls, position = self._noted(read, text, start.end(), content, calls)
+                    continue
+            match = pattern.search(text, position)
+            if match is None or len(calls) > MAX_CALLS:
+                break
+            before, tag = text[position : match.start()], match.group()
+            content.append(before)
+            said = said or bool(before.strip())
+            position = match.end()
+            if tag in closings:
+                # Closes a block that was opened inside what looked like a call.
+                head, content, thoughts, calls, said = position, [], [], [], False
+            elif tag in tags:
+                end = text.find(tags[tag], position)
+                thoughts.append(text[position : end if end >= 0 else len(text)])
+                position = end + len(tags[tag]) if end >= 0 else len(text)
+            elif len(calls) == MAX_CALLS:
+                calls = [*calls, self._too_many()]
+                position = match.start()
+            else:
+                said = True
+                read = self._read_calls(text, position, openings[tag], len(calls))
+                calls, position = self._noted(read, text, match.start(), content, calls)
+        content.append(text[position:])
+        first = text[:head]
+        for tag in (*tags, *closings):
+            first = first.replace(tag, "")
+        reasoning = "\n".join(part.strip() for part in (first, *thoughts)).strip()
+        errors = [c.error for c in calls if c.error is not None]
+        return Parsed("".join(content).strip(), reasoning, calls, errors, self.structured)
+
+    def _noted(
+        self, read: Read, text: str, start: int, content: list[str], calls: list[ToolCall]
+    ) -> tuple[list[ToolCall], int]:
+        """The calls so far with those just read; what stays text to the template joins the content."""
+        found, end = read
+        if not self.structured or all(call.error is not None for call in found):
+            content.append(text[start:end])
+        calls = calls + found
+        return (calls if len(calls) <= MAX_CALLS else [*calls[:MAX_CALLS], self._too_many()]), end
+
+    def _too_many(self) -> ToolCall:
+        return ToolCall("", {}, self.call_id(MAX_CALLS), f"more than {MAX_CALLS} calls in one turn")
+
+    def _read_calls(self, text: str, start: int, name: str, number: int) -> Read | None:
+        """The calls whose opening tag ends at ``start`` (``number`` calls before them), and the position after
+        them. None: what a bare call could start with is none.
+        """
+        raise NotImplementedError
+
+
+@lru_cache(maxsize=256)
+def _any_of(tags: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, tags)))
+
+
+def _end_of_head(text: str) -> int:
+    """Where the text begins that is not the rest of a reasoning block opened in the prompt.
+
+    Some templates write ``<think>`` themselves, so a turn may start inside the block: whatever stands
+    before a ``</think>`` that nothing opened was thought, calls included.
+    """
+    end, is_open = 0, False
+    if not any(closing in text for closing in _THOUGHT):
+        return end  # the usual turn; one look costs less than a search
+    for match in _any_of((*_THINK, *_THOUGHT)).finditer(text):
+        if match.group() in _THINK:
+            is_open = True
+        elif is_open:
+            is_open = False
+        else:
+            end = match.end()
+    return end
+
+
+class NoneParser(Parser):
+    """No calls: the turn is content and reasoning."""
+
+    structured = False
+
+    def __init__(self, name: str = "none") -> None:
+        self.name = name
+
+    def parse(self, text: str) -> Parsed:
+        return self._scan(text, {})

@@ -1,0 +1,42 @@
+"""``<name>text</name>`` for names that an environment declares."""
+
+from __future__ import annotations
+
+from agentrl.tools.formats.base import Parsed, Parser, Read
+from agentrl.types import ToolCall
+
+
+class TagParser(Parser):
+    """``<name>text</name>`` for declared names; the text is the call's one argument, ``text``.
+
+    Args:
+        names: The tags, without brackets.
+    """
+
+    structured = False
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+        self.name = "tags:" + ",".join(names)
+        self.stop = tuple(f"</{name}>" for name in names)
+        self.hint = "Write " + " or ".join(f"<{name}>...</{name}>" for name in names) + "."
+
+    def parse(self, text: str) -> Parsed:
+        parsed = self._scan(text, {f"<{name}>": name for name in self.names})
+        if parsed.tool_calls:
+            return parsed
+        stray = next((tag for tag in self.stop if tag in parsed.content), None)
+        if stray is None:
+            return parsed
+        error = f"{stray} without <{stray[2:]}"
+        return Parsed(parsed.content, parsed.reasoning, [ToolCall("", {}, self.call_id(0), error)], [error], False)
+
+    def _read_calls(self, text: str, start: int, name: str, number: int) -> Read:
+        call_id, close = self.call_id(number), text.find(f"</{name}>", start)
+        if close < 0:
+            return [ToolCall(name, {}, call_id, f"<{name}> is not closed by </{name}>")], len(text)
+        body, after = text[start:close], close + len(name) + 3
+        nested = next((n for n in self.names if f"<{n}>" in body), None)
+        if nested is not None:
+            return [ToolCall(name, {}, call_id, f"<{nested}> inside <{name}>")], after
+        return [ToolCall(name, {"text": body.strip()}, call_id)], after

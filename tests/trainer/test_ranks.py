@@ -1,0 +1,83 @@
+"""The actor around the trainer: alone in this process, and as Ray actors."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from agentrl.config import load_config
+from agentrl.errors import AgentRLError, CheckpointError, WeightSyncError
+from agentrl.trainer.ranks import RankSender, TrainActor, create_ranks
+from tests.trainer.samples import random_batch
+
+# No engine sampled the random batch: its log-probabilities agree with nobody's.
+FLAGS = ("--env", "search", "--lr", "1e-3", "--threads", "1", "--logprob-abs-diff-stop", "0")
+
+
+@pytest.fixture
+def actor(checkpoint):
+    actor = TrainActor(0, 1, checkpoint, {"lr": 1e-3}, sender={"bucket_bytes": 50_000})
+    yield actor
+    actor.close()
+
+
+def test_one_rank_trains_saves_and_walks_its_weights(actor, checkpoint, tmp_path):
+    actor.start(actor.meeting_point())
+    assert actor.ready()
+    batch = random_batch(6)
+    assert actor.train(batch, num_steps=2)["train/steps"] == 2
+    assert actor.log_probs(batch).shape == (batch.num_tokens,)
+    actor.save(str(tmp_path / "state"))
+    actor.load(str(tmp_path / "state"))
+    actor.save_hf(str(tmp_path / "hf"))
+    assert actor.sender("save", str(tmp_path / "weights")) > 0
+    bucket, names = actor.sender("start"), []
+    while bucket is not None:
+        names += bucket.names
+        bucket = actor.sender("broadcast").next
+    exported = [name for name, _ in actor._trainer.export()]
+    assert names == exported
+    assert actor.sender("checksums")[0]
+
+
+def test_errors_are_those_of_the_start(tmp_path, actor):
+    with pytest.raises(AgentRLError, match="before it was started"):
+        actor.ready()
+    broken = TrainActor(0, 1, str(tmp_path), {})
+    with pytest.raises(CheckpointError):
+        broken.start(broken.meeting_point())
+    with pytest.raises(CheckpointError, match="config.json"):
+        broken.ready()
+    with pytest.raises(WeightSyncError, match="'destroy'"):
+        actor.sender("destroy")
+
+
+@pytest.mark.slow
+def test_two_ray_actors_form_a_world(checkpoint, tmp_path):
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        ranks = create_ranks(load_config(FLAGS), checkpoint, [{"num_cpus": 1}] * 2, log_dir=tmp_path)
+        assert ray.get([r.ready.remote() for r in ranks], timeout=150) == [True, True]
+        batch = ray.put(random_batch(8))
+        metrics = ray.get([r.train.remote(batch) for r in ranks], timeout=60)
+        for key, value in metrics[0].items():
+            assert metrics[1][key] == value or key.startswith("time/") or key.endswith("per_s")
+        assert metrics[0]["train/sampled_tokens"] == random_batch(8).num_sampled
+        sender = RankSender(ranks)
+
+        async def walk():
+            bucket, count = await sender.start(), 0
+            while bucket is not None:
+                count += len(bucket.names)
+                bucket = (await sender.broadcast()).next
+            return count, await sender.checksums()
+
+        count, sums = asyncio.run(walk())
+        assert count == 46
+        assert len(sums) == 1
+        assert (tmp_path / "trainer-1.log").exists()
+    finally:
+        ray.shutdown()
