@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
 
 
-class OptionSet:
-    """What the configurations of both commands can do."""
+class Section:
+    """Options as a frozen dataclass."""
 
-    def replace(self, **changes: Any) -> Any:
+    def replace(self, **changes: Any) -> Self:
         """A copy with ``changes``; nothing is validated or derived again."""
         return dataclasses.replace(self, **changes)
+
+    def section(self, kind: type[T]) -> T:
+        """The options of one section alone, such as ``OptimizerOptions``: what their reader is handed."""
+        return kind(**{field.name: getattr(self, field.name) for field in dataclasses.fields(kind)})
+
+
+class OptionSet(Section):
+    """What the configurations of both commands can do."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready copy of all options; the embedded model is written as ``"demo"``."""

@@ -1,7 +1,7 @@
-"""Every option of a run: one flat, frozen dataclass per command, put together from named groups.
+"""Every option of a run: one flat, frozen dataclass per command, put together from sections.
 
-A group is a small dataclass; its docstring is the group's heading, the string under each field is that option's
-help. Flags (``rollout_batch_size`` is ``--rollout-batch-size``), file keys, ``--help`` and
+A section is a small dataclass; its docstring is its heading in help, the string under each field is that option's help.
+A reader is handed its section and not the whole: ``config.section(OptimizerOptions)``. Flags (``rollout_batch_size`` is ``--rollout-batch-size``), file keys, ``--help`` and
 ``docs/configuration.md`` are all generated from here, so there is nothing else to keep in step. A field that is
 ``None`` until :func:`agentrl.config.load_config` has run and a number afterwards says so in its help.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from agentrl.config.base import OptionSet
+from agentrl.config.base import OptionSet, Section
 from agentrl.config.evaluation import (
     EvaluationOptions,
     EvaluationRunOptions,
@@ -100,12 +100,22 @@ class LimitOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """Model and engines"""
+class ModelOptions:
+    """Model"""
 
     hf_checkpoint: PathText | None = None
     """Folder of the model in Hugging Face form. Without it: the embedded demo model, with its preset of starting
     values."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Precision of engines and trainer; `auto` is fp32 on the CPU and bf16 on GPUs."""
+    threads: Positive | None = None
+    """CPU threads of each engine and trainer process; unset: the cores divided among them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Engines"""
+
     rollout_num_engines: Positive | None = None
     """Number of SGLang engines. Follows from --rollout-num-gpus / --rollout-num-gpus-per-engine; 1 when neither is
     given."""
@@ -113,8 +123,6 @@ class EngineOptions:
     """GPUs for the engines, all together; on a machine without GPUs, engines of one process each."""
     rollout_num_gpus_per_engine: Positive = 1
     """GPUs of one engine (its tensor-parallel size)."""
-    dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Precision of engines and trainer; `auto` is fp32 on the CPU and bf16 on GPUs."""
     engine_timeout: Seconds = 600.0
     """Longest wait in seconds for an engine: to start, and to answer one request with all its retries."""
     rollout_health_check_interval: NonNegative = 15.0
@@ -128,8 +136,6 @@ class EngineOptions:
     host: str = "127.0.0.1"
     """Address the engines of a run listen on. Other than loopback only in a network you trust; the run's key is asked
     for anyway."""
-    threads: Positive | None = None
-    """CPU threads of each engine and trainer process; unset: the cores divided among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,16 +159,22 @@ class DatedTemplateOptions(TemplateOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """Run folder and logging"""
+class SeedOptions:
+    """Reproducibility"""
 
-    output_dir: PathText | None = None
-    """Run folder; default `runs/<env>-<date>-<n>`. Holds config, metrics, trajectories, checkpoints, logs."""
     seed: Count = 0
     """Seed of task order, sampling and initialization."""
     deterministic: bool = False
     """With the same seed on the same machine, give the same tokens and weights, bit for bit: in two runs, and in one
     that was interrupted. Slower; what it covers is under "Reproducibility" in docs/training.md."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Run folder and logging"""
+
+    output_dir: PathText | None = None
+    """Run folder; default `runs/<env>-<date>-<n>`. Holds config, metrics, trajectories, checkpoints, logs."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """How much the processes of the run write into their logs."""
 
@@ -191,6 +203,11 @@ class LoopOptions:
     data_source_path: str | None = None
     """Task source of your own, `module:Class` or `file.py:Class`, with `get_samples(num_samples)` and
     `add_samples(samples)`."""
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.num_rollout * (self.num_steps_per_rollout or 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,6 +309,21 @@ class ParallelOptions:
     distributed_timeout_minutes: Positive = 30
     """Longest wait in minutes for a collective of the trainer's ranks; then the run ends."""
 
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def world_size(self) -> int:
+        """Trainer ranks, all together."""
+        return self.actor_num_nodes * (self.actor_num_gpus_per_node or 1)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Copies of the model in the trainer."""
+        return self.world_size // self.model_parallel_size
+
 
 @dataclass(frozen=True, kw_only=True)
 class SyncOptions:
@@ -343,6 +375,7 @@ class Config(
     MegatronPassedOn,
     PassedOn,
     RunOptions,
+    SeedOptions,
     TrackingOptions,
     TrainingEvaluationOptions,
     EvaluationOptions,
@@ -356,29 +389,25 @@ class Config(
     LoopOptions,
     DatedTemplateOptions,
     EngineOptions,
+    ModelOptions,
     EnvironmentOptions,
 ):
     """Options of ``agentrl train``. Made by :func:`agentrl.config.load_config`, which fills what follows."""
 
-    @property
-    def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
-    @property
-    def world_size(self) -> int:
-        """Trainer ranks, all together."""
-        return self.actor_num_nodes * (self.actor_num_gpus_per_node or 1)
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Copies of the model in the trainer."""
-        return self.world_size // self.model_parallel_size
-
-    @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.num_rollout * (self.num_steps_per_rollout or 1)
+@dataclass(frozen=True, kw_only=True)
+class TrainerOptions(
+    Section,
+    MegatronPassedOn,
+    SeedOptions,
+    ParallelOptions,
+    OptimizerOptions,
+    AlgorithmOptions,
+    SamplingOptions,
+    LoopOptions,
+    ModelOptions,
+):
+    """What the ranks of the trainer read of a run's options: ``config.section(TrainerOptions)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,12 +424,14 @@ class EvalConfig(
     OptionSet,
     PassedOn,
     RunOptions,
+    SeedOptions,
     EvaluationRunOptions,
     EvaluationOptions,
     LimitOptions,
     ServerOptions,
     DatedTemplateOptions,
     EngineOptions,
+    ModelOptions,
     EvaluatedEnvironments,
 ):
     """Options of ``agentrl eval``; shares names and meaning with :class:`Config`."""
