@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from agentrl.tools import CalculatorTool, ToolError
 from agentrl.tools.builtin import calculator
-from agentrl.tools.builtin.calculator import MAX_DEPTH, MAX_DIGITS, MAX_LENGTH, evaluate, show
+from agentrl.tools.builtin.calculator import MAX_DIGITS, MAX_LENGTH, evaluate, show
 
 
 def compute(expression: str) -> str:
@@ -66,6 +66,11 @@ def test_arithmetic(expression, value):
         ("-7 % 3", "2"),
         ("7 mod 4", "3"),
         ("10% * 10 % 3", "1"),
+        ("1 / 5%", "20"),
+        ("3!%^2", "0.0036"),
+        ("50% of mod(7, 4)", "1.5"),
+        ("max(1,234, 5) + 1,234 % 1,000", "468"),
+        ("007 + 1.005", "8.005"),
     ],
 )
 def test_percent_and_remainder(expression, value):
@@ -102,26 +107,32 @@ def test_functions(expression, value):
     ("expression", "message"),
     [
         ("", "the expression is empty"),
-        ("1 +", "expected a number, but the expression ends"),
-        ("(1 + 2", "expected ')'"),
-        ("1 2", "unexpected '2' at character 3"),
-        ("1;2", "unexpected ';'"),
+        ("1 +", "cannot be read"),
+        ("(1 + 2", "'(' was never closed"),
+        ("1 2", "cannot be read"),
+        ("1;2", "cannot be read"),
         ("1/0", "division by zero"),
         ("1 // (2 - 2)", "division by zero"),
         ("5 % 0", "division by zero"),
         ("0 ^ -1", "division by zero"),
         ("mod(1, 0)", "division by zero"),
-        ("sqrt(-1)", "negative number is not real"),
+        ("sqrt(-1)", "no such value"),
         ("(-8) ^ (1/3)", "not real"),
-        ("ln(0)", "a logarithm is of a number above 0"),
-        ("log(5, 1)", "a logarithm is of a number above 0"),
+        ("ln(0)", "no such value"),
+        ("log(5, 1)", "division by zero"),
         ("gcd(1.5, 2)", "a whole number is expected, got 1.5"),
-        ("0.5!", "a factorial is of a whole number"),
-        ("round(1, 2, 3)", "round takes 1 to 2 arguments, got 3"),
-        ("sqrt(1, 2)", "sqrt takes 1 argument, got 2"),
+        ("0.5!", "a whole number is expected, got 0.5"),
+        ("(-1)!", "no such value"),
+        ("round(1, 2, 3)", "round does not take 3 arguments"),
+        ("sqrt(1, 2)", "sqrt does not take 2 arguments"),
         ("speed(3)", "unknown name 'speed'; there are abs,"),
-        ("__import__('os').system('ls')", "unknown name '__import__'"),
-        ("(1).__class__", "unexpected '.'"),
+        ("__import__('os').system('ls')", "is no arithmetic"),
+        ("(1).__class__", "is no arithmetic"),
+        ("'a' * 9", "is no arithmetic"),
+        ("True + 1", "is no arithmetic"),
+        ("1 if 1 else 2", "is no arithmetic"),
+        ("[i for i in 9]", "is no arithmetic"),
+        ("sqrt", "unknown name 'sqrt'"),
         ("x", "unknown name 'x'"),
     ],
 )
@@ -136,9 +147,7 @@ def test_what_cannot_be_computed_is_explained(expression, message):
     ("expression", "message"),
     [
         ("1+" * (MAX_LENGTH // 2) + "1", f"at most {MAX_LENGTH} are read"),
-        ("(" * (MAX_DEPTH + 1) + "1" + ")" * (MAX_DEPTH + 1), f"nests deeper than {MAX_DEPTH}"),
-        ("-" * (MAX_DEPTH + 1) + "1", f"nests deeper than {MAX_DEPTH}"),
-        ("2^" * (MAX_DEPTH + 1) + "1", f"nests deeper than {MAX_DEPTH}"),
+        ("(" * 400 + "1" + ")" * 400, "nest"),
         ("9" * (MAX_DIGITS + 1), f"more than {MAX_DIGITS} digits"),
         ("1e201", f"more than {MAX_DIGITS} digits"),
         ("1e0000000999999999", f"more than {MAX_DIGITS} digits"),
@@ -151,8 +160,8 @@ def test_what_cannot_be_computed_is_explained(expression, message):
         ("factorial(1e100)", f"more than {MAX_DIGITS} digits"),
         ("9!!", f"more than {MAX_DIGITS} digits"),
         ("lcm(" + ", ".join(str(10**40 + n) for n in range(15)) + ")", f"more than {MAX_DIGITS} digits"),
-        ("exp(1000)", "no value that can be shown"),
-        ("1e200 * exp(600) * exp(600)", "too large"),
+        ("exp(1000)", f"more than {MAX_DIGITS} digits"),
+        ("1e199 * exp(400) * exp(400)", f"more than {MAX_DIGITS} digits"),
     ],
 )
 def test_every_bound_acts_at_once(expression, message):
@@ -165,7 +174,9 @@ def test_every_bound_acts_at_once(expression, message):
 
 
 def test_what_reaches_a_bound_still_works():
-    assert compute("(" * (MAX_DEPTH - 1) + "1" + ")" * (MAX_DEPTH - 1)) == "1"
+    assert compute("(" * 100 + "1" + ")" * 100) == "1"
+    assert compute("1+" * 499 + "1") == "500"
+    assert compute("-" * 300 + "1") == "1"
     assert len(compute("10^199")) == MAX_DIGITS
 
 

@@ -8,7 +8,7 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("name", ["calculator", "openai", "search"])
+@pytest.mark.parametrize("name", ["builtin.calculator", "definitions", "builtin.search"])
 def test_examples_run(name):
     module = importlib.import_module(f"agentrl.tools.{name}")
     results = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
