@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import gymnasium
+import numpy as np
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.utils import seeding
 
@@ -23,6 +24,8 @@ from agentrl.spaces import Unicode
 from agentrl.types import Message, StopReason
 
 _SPACE = Unicode()
+MOST_TASKS = 2**31
+"""Numbers of tasks that a split without end has."""
 
 
 class Env(gymnasium.Env[str, str]):
@@ -298,6 +301,34 @@ def say_how_it_ended(info: dict[str, Any], terminated: bool, truncated: bool) ->
     elif truncated:
         info.setdefault("stop_reason", str(StopReason.ENV_TRUNCATED))
         info.setdefault("success", False)
+
+
+def task_index(env: Any, split: str, options: dict[str, Any] | None, rng: np.random.Generator | None = None) -> int:
+    """The number of the task of ``split`` that ``options`` ask for, or one drawn from ``rng`` (``env.np_random``).
+
+    Raises:
+        ConfigError: There is no task of that number, or none at all.
+    """
+    name, count = type(env).__name__, env.num_tasks(split)
+    if count == 0:
+        others = [other for other in env.splits if env.num_tasks(other) != 0]
+        has = f"It has some in {', '.join(map(repr, others))}. " if others else ""
+        raise ConfigError(
+            f"{name} has no tasks in split {split!r}. {has}Name another split, or give it some: `tasks`, or an "
+            "argument of the environment that `agentrl env show` lists."
+        )
+    index = (options or {}).get("index")
+    if index is None:
+        return int((rng or env.np_random).integers(MOST_TASKS if count is None else count))
+    if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
+        raise ConfigError(
+            f"{name}.reset: options['index'] is {index!r:.60} ({type(index).__name__}); the number of a task is "
+            "expected, such as 3."
+        )
+    if not 0 <= index < (MOST_TASKS if count is None else count):
+        limit = f"; split {split!r} has {count}" if count is not None else ""
+        raise ConfigError(f"{name} has no task {index}{limit}.")
+    return int(index)
 
 
 def require_number(env: Env, name: str, *, at_least: float, whole: bool = False) -> None:

@@ -7,16 +7,20 @@ import functools
 import inspect
 import math
 import re
+import types
+import typing
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from agentrl.envs.core import Env, require_number
-from agentrl.envs.judging import check_reward, check_reward_signatures, is_success, reward_of
-from agentrl.envs.tool_tasks import task_index, task_row
-from agentrl.errors import ConfigError
+from agentrl.concurrency.event_loop import attend
+from agentrl.concurrency.threads import own_thread
+from agentrl.envs.core import Env, require_number, task_index
+from agentrl.errors import ConfigError, EnvError
 from agentrl.rewards import RewardSet
+from agentrl.rewards.combine import check_signatures
 from agentrl.rewards.number import checked_reward
 from agentrl.shared_keys import SharedKeys
 from agentrl.tasks.dataset import content_hash, row_id
@@ -27,6 +31,11 @@ from agentrl.types import Message, ToolCall
 
 _tool_message = SharedKeys()
 Transition = tuple[str, float, bool, bool, dict[str, Any]]
+
+_PLAIN = (str, bytes, int, float, bool, type(None), list, tuple, dict, set)
+"""What a tool may return that carries no reward."""
+_ROUNDING = 1e-9
+"""By so much a sum of parts may miss the reward of a success: 0.7 + 0.2 + 0.1 is less than 1 in binary."""
 
 
 class ToolEnv(Env):
@@ -129,17 +138,13 @@ class ToolEnv(Env):
         require_number(self, "max_calls", at_least=1, whole=True)
         require_number(self, "invalid_call_reward", at_least=-1e9)
         require_number(self, "success_reward", at_least=-1e9)
-        check_reward(self)
+        self._check_reward()
 
     def _made(self) -> None:
         self._check_lists()
-        check_reward(self)
-        check_reward_signatures(self)
-
-    def judges_itself(self) -> bool:
-        """Whether a subclass takes the turns or makes the tools itself, and so may reward in its own way."""
-        own = type(self).__mro__[: type(self).__mro__.index(ToolEnv)]
-        return any(name in vars(cls) for cls in own for name in ("step", "astep", "make_tools"))
+        self._check_reward()
+        for which in ("reward", "turn_reward"):
+            check_signatures(self._reward_of(which))
 
     def listed_tools(self) -> list[Any]:
         """What :meth:`make_tools` makes the tools of, as the author wrote it."""
@@ -220,7 +225,7 @@ class ToolEnv(Env):
         split = self.split_of(options)
         given = (options or {}).get("row")
         index = task_index(self, split, options) if given is None else content_hash(given)
-        self.row = await task_row(self, split, index, given)
+        self.row = await self._task_row(split, index, given)
         self._unstarted = []
         self._tools = self._by_name(self.make_tools())
         self._open_tools = list(self._tools.values())
@@ -240,6 +245,28 @@ class ToolEnv(Env):
         if self._parser.stop:
             info["stop"] = list(self._parser.stop)
         return _text_of(m for m in messages if m["role"] != "system"), info
+
+    async def _task_row(self, split: str, index: int | str, given: Any) -> dict[str, Any]:
+        """The row of a task, as a dict with ``prompt``. ``given``: the task itself, of ``options["row"]``."""
+        name = type(self).__name__
+        where = f"what {name}.task returned"
+        if given is not None:
+            made = given
+        elif self.tasks is not None:
+            made, where = self.tasks[split][index], f"{name}.tasks[{split!r}][{index}]"
+        else:
+            rng = np.random.default_rng([zlib.crc32(split.encode()), index])
+            if inspect.iscoroutinefunction(self.task):
+                made = await attend(f"{name}.task", self.task, rng, split, owner=self)
+            else:
+                made = await own_thread(self).run(self.task, rng, split)
+        if isinstance(made, str):
+            made = {"prompt": made}
+        elif isinstance(made, tuple) and len(made) == 2:
+            made = {"prompt": made[0], "answer": made[1]}
+        if not isinstance(made, dict) or not isinstance(made.get("prompt"), (str, list)):
+            raise EnvError(f"{where} must be a prompt, (prompt, answer) or a dict with 'prompt', got {made!r:.120}.")
+        return dict(made)
 
     async def astep(self, action: str) -> Transition:
         parsed = self._parser.parse(action)
@@ -274,15 +301,12 @@ class ToolEnv(Env):
         self, text: str, parts: dict[str, float], messages: list[Message], records: list[dict[str, Any]]
     ) -> Transition:
         """The last transition: the final reward is of what the model wrote, never of what tools said."""
-        calls = [_seen(call) for call in self._calls]
-        final = await self._rewards("reward")(
-            text, self.row.get("answer"), turns=list(self._turns), calls=calls, row=self.row
-        )
+        final = await self._judged("reward", text, self._calls)
         for name, value in final.items():
             parts[name] = parts.get(name, 0.0) + value
         reward = math.fsum(parts.values())
         self._total += reward
-        solved = is_success(self, final, self._total)
+        solved = self.is_success(final, self._total)
         info: dict[str, Any] = {"messages": messages, "rewards": parts, "success": solved}
         if records:
             info["tool_calls"] = records
@@ -291,12 +315,9 @@ class ToolEnv(Env):
 
     async def _turn_parts(self, text: str, records: list[dict[str, Any]]) -> dict[str, float]:
         """What :attr:`turn_reward` gives this turn, by name."""
-        if reward_of(self, "turn_reward") is None:
+        if self._reward_of("turn_reward") is None:
             return {}
-        calls = [_seen(call) for call in records]
-        return await self._rewards("turn_reward")(
-            text, self.row.get("answer"), turns=list(self._turns), calls=calls, row=self.row
-        )
+        return await self._judged("turn_reward", text, records)
 
     def _earned_by_calls(self, calls: list[ToolCall], results: list[ToolResult]) -> float:
         wrong = (ToolErrorType.PARSE, ToolErrorType.UNKNOWN_TOOL, ToolErrorType.INVALID_ARGUMENTS)
@@ -388,9 +409,70 @@ class ToolEnv(Env):
 
     # -- rewards ---------------------------------------------------------------------------------
 
-    def _rewards(self, which: str) -> RewardSet:
-        """Rewards as functions; a plain function set on the class is not a method and gets no ``self``."""
-        return RewardSet(reward_of(self, which))
+    def is_success(self, final: Mapping[str, float], total: float) -> bool:
+        """Whether an episode that came to its end is a success.
+
+        Args:
+            final: Parts of the final reward; empty where the environment has none.
+            total: All that the episode earned, which is judged then.
+        """
+        judged = math.fsum(final.values()) if final else total
+        return judged >= self.success_reward - _ROUNDING
+
+    async def judge_again(
+        self, turns: Sequence[str], calls: Sequence[Sequence[Mapping[str, Any]]], *, finished: bool
+    ) -> tuple[list[dict[str, float]], dict[str, float]]:
+        """What ``turn_reward`` and ``reward`` give for turns that were taken before. No tool is called.
+
+        Args:
+            turns: What the model wrote, in the task that this environment was reset to.
+            calls: For each turn, the records of its calls (``info["tool_calls"]``).
+            finished: Whether the last turn ended the episode, so that the final reward is due.
+
+        Returns:
+            Parts by name: those of each turn, and those of the end.
+        """
+        of_turns, said = [], ""
+        for text, records in zip(turns, calls, strict=True):
+            self._turns.append(text)
+            self._calls.extend(dict(record) for record in records)
+            parsed = self._parser.parse(text)
+            _, answer = self._calls_and_answer(parsed)
+            said = parsed.content if answer is None else answer
+            of_turns.append(await self._turn_parts(said, [dict(record) for record in records]))
+        return of_turns, await self._judged("reward", said, self._calls) if finished and turns else {}
+
+    async def _judged(self, which: str, text: str, records: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Parts of the reward ``which``. It gets the model's own part of the records, nothing that a tool said."""
+        calls = [copy.deepcopy({k: r[k] for k in ("name", "arguments", "error") if k in r}) for r in records]
+        rewards = RewardSet(self._reward_of(which))
+        return await rewards(text, self.row.get("answer"), turns=list(self._turns), calls=calls, row=self.row)
+
+    def _reward_of(self, which: str) -> Any:
+        """The ``reward`` or ``turn_reward`` as its author wrote it: a method bound, a plain function as it is."""
+        if which in vars(self):
+            return vars(self)[which]
+        owner = next(cls for cls in type(self).__mro__ if which in vars(cls))
+        value = vars(owner)[which]
+        if inspect.isfunction(value):
+            return value.__get__(self) if _is_method(value, owner) else value
+        return getattr(self, which) if hasattr(value, "__get__") else value  # static and class methods
+
+    def _check_reward(self) -> None:
+        """Refuses an environment in which nothing can ever earn a reward."""
+        for reward in (self._reward_of("reward"), self._reward_of("turn_reward")):
+            if reward is not None and not (isinstance(reward, (list, tuple)) and not reward):
+                return
+        own = type(self).__mro__[: type(self).__mro__.index(ToolEnv)]
+        judges_itself = any(name in vars(cls) for cls in own for name in ("step", "astep", "make_tools"))
+        if self.invalid_call_reward or judges_itself or any(map(_may_reward, self.listed_tools())):
+            return
+        name = type(self).__name__
+        raise ConfigError(
+            f"{name} has no reward, so every episode would be worth 0. Define `def reward(self, text, answer)` in it, "
+            "set `reward` to a function or a name (exact_match, f1, math), define `turn_reward`, or let a tool return "
+            "`agentrl.ToolResult(text, reward=...)` and declare that it does: `-> agentrl.ToolResult`."
+        )
 
 
 def check_machine(env: Any) -> None:
@@ -441,10 +523,35 @@ def _record(call: ToolCall, result: ToolResult) -> dict[str, Any]:
     return record
 
 
-def _seen(record: dict[str, Any]) -> dict[str, Any]:
-    """The part of a record that is the model's own: rewards get nothing that a tool said."""
-    return copy.deepcopy({k: record[k] for k in ("name", "arguments", "error") if k in record})
-
-
 def _text_of(messages: Any) -> str:
     return "\n".join(str(message.get("content", "")) for message in messages)
+
+
+def _is_method(function: types.FunctionType, owner: type) -> bool:
+    """Whether ``function`` was defined in the body of ``owner``, not merely put there."""
+    first = next(iter(inspect.signature(function).parameters), "")
+    place, _, name = function.__qualname__.rpartition(".")
+    defined_there = (function.__module__, place) == (owner.__module__, owner.__qualname__) and name != "<lambda>"
+    return first == "self" or (defined_there and first != "text")
+
+
+def _may_reward(tool: Any) -> bool:
+    """Whether a tool could return a :class:`ToolResult`; only a declared plain type says that it does not."""
+    if isinstance(tool, FunctionTool):
+        function = tool.function
+    elif inspect.isfunction(tool) or inspect.ismethod(tool):
+        function = tool
+    else:
+        function = (tool if inspect.isclass(tool) else type(tool)).__call__
+    try:
+        hint = typing.get_type_hints(function).get("return", Any)
+    except Exception:  # a name that is not defined here: nothing is known
+        return True
+    return not _is_plain(hint)
+
+
+def _is_plain(hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return all(map(_is_plain, typing.get_args(hint)))
+    return origin is typing.Literal or (origin or hint) in _PLAIN

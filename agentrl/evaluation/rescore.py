@@ -30,7 +30,6 @@ from agentrl.config.schema import EvalConfig
 from agentrl.data.files import JsonLines
 from agentrl.data.records import to_record
 from agentrl.data.run_folder import RunDir
-from agentrl.envs.judging import is_success, judge_again
 from agentrl.envs.tool_env import ToolEnv
 from agentrl.errors import ConfigError, DataError
 from agentrl.evaluation.metrics import summarize
@@ -223,7 +222,7 @@ async def _judged(env: ToolEnv, trajectory: Trajectory) -> Trajectory:
     turns = turn_texts(trajectory)
     calls = [[c for c in trajectory.tool_calls if c.get("turn") == number] for number in range(1, len(turns) + 1)]
     finished = trajectory.stop_reason is StopReason.DONE
-    of_turns, final = await judge_again(env, turns, calls, finished=finished)
+    of_turns, final = await env.judge_again(turns, calls, finished=finished)
     parts: dict[str, float] = {}
     _add(parts, *of_turns, final)
     turn_rewards = [math.fsum(given.values()) for given in of_turns]
@@ -233,7 +232,7 @@ async def _judged(env: ToolEnv, trajectory: Trajectory) -> Trajectory:
         _add(parts, {"tools": earned})
         turn_rewards = []  # by which turn the tools' part was earned is not in the record
     reward = math.fsum(parts.values())
-    success = is_success(env, final, reward) if finished else trajectory.success
+    success = env.is_success(final, reward) if finished else trajectory.success
     return replace(trajectory, reward=reward, rewards=parts, turn_rewards=turn_rewards, success=success)
 
 

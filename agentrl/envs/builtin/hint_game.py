@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from agentrl.envs.core import task_index
 from agentrl.envs.multi_agent import MultiAgentEnv
-from agentrl.envs.tool_tasks import task_index
 from agentrl.errors import ConfigError
 from agentrl.tools.formats import get_parser
 

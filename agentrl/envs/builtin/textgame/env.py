@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl.envs.builtin.textgame.world import DIRECTIONS, LEVELS, State, World, make_world
-from agentrl.envs.core import Env, require_number
-from agentrl.envs.tool_tasks import task_index
+from agentrl.envs.core import Env, require_number, task_index
 from agentrl.errors import ConfigError
 from agentrl.tools.formats import get_parser
 
