@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from agentrl.processes.warden import descendants
+from agentrl.processes.tree import descendants
 
 SAMPLE_S = 2.0
 LIMIT_S = 1800.0

@@ -21,14 +21,14 @@ from pathlib import Path
 
 from agentrl.engines.control import EngineControl
 from agentrl.engines.engine import EngineProcess, EngineSpec
-from agentrl.processes.warden import Proc
+from agentrl.processes.tree import Process
 
 LIMIT = 0.02
 HEALTH_INTERVAL_S = 15.0
 DEMO_MODEL = Path(__file__).resolve().parents[1] / "agentrl/assets/demo"
 
 
-def cpu_seconds(tree: list[Proc]) -> dict[int, float]:
+def cpu_seconds(tree: list[Process]) -> dict[int, float]:
     """User and system time of each process."""
     spent = {}
     for proc in tree:

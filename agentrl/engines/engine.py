@@ -10,7 +10,7 @@ from typing import Any
 
 from agentrl.errors import EngineError
 from agentrl.processes.server import LOOPBACK_ENV, ServerProcess
-from agentrl.processes.warden import Proc
+from agentrl.processes.tree import Process
 
 _BASE_BYTES = 900 << 20  # the three processes of an engine, measured (proportional set size)
 
@@ -216,7 +216,7 @@ class EngineProcess(ServerProcess):
             }
         return env
 
-    def needs(self, child: Proc) -> bool:
+    def needs(self, child: Process) -> bool:
         """Schedulers and detokenizer, by the names that SGLang gives its processes."""
         try:
             return Path(f"/proc/{child.pid}/cmdline").read_bytes().startswith(b"sglang::")

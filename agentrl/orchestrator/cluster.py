@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.processes.warden import descendants
+from agentrl.processes.tree import descendants
 
 log = logging.getLogger(__name__)
 

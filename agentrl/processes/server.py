@@ -12,12 +12,10 @@ Three promises, whatever happens to the owner:
 from __future__ import annotations
 
 import collections
-import ctypes
 import os
 import secrets
 import select
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -29,15 +27,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from agentrl.errors import EngineError
-from agentrl.processes.warden import Proc, descendants, end_processes, is_running, scratch_folder
+from agentrl.processes.tree import Process, descendants, die_with_parent, end_tree, is_running
+from agentrl.processes.warden import scratch_folder
 
 API_KEY_ENV = "AGENTRL_API_KEY"
 OWNER_ENV = "AGENTRL_OWNER_PID"
 
 # Interfaces on which gloo and NCCL listen. Set wherever a collective must stay on one machine.
 LOOPBACK_ENV = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-
-_PR_SET_PDEATHSIG = 1
 
 # The kernel sends the parent-death signal when the *thread* that forked ends, so all servers
 # are forked by this one, which lives as long as the process.
@@ -56,10 +53,8 @@ def take_api_key() -> str | None:
 
 def die_with_owner() -> None:
     """Called by a server on itself: be killed by the kernel when the owner is gone."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     owner = os.environ.get(OWNER_ENV)
-    if owner is not None and os.getppid() != int(owner):
-        raise SystemExit("the process that started this server is gone")
+    die_with_parent(None if owner is None else int(owner))
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -116,8 +111,8 @@ class ServerProcess:
         self.scratch: Path | None = None  # private temporary folder, while the server runs
         self._log_dir = log_dir
         self._process: subprocess.Popen[bytes] | None = None
-        self._tree: dict[int, Proc] = {}
-        self._needed: list[Proc] = []
+        self._tree: dict[int, Process] = {}
+        self._needed: list[Process] = []
         self._spawning = threading.Lock()
         self._ending = threading.Lock()
         self._stopped = False
@@ -137,7 +132,7 @@ class ServerProcess:
         """What went wrong, in a sentence, where the log shows a known cause."""
         return None
 
-    def needs(self, child: Proc) -> bool:
+    def needs(self, child: Process) -> bool:
         """Whether the server, once it is healthy, serves nothing without this child."""
         return False
 
@@ -181,7 +176,7 @@ class ServerProcess:
             for descriptor in watched:
                 os.close(descriptor)
 
-    def tree(self) -> list[Proc]:
+    def tree(self) -> list[Process]:
         """The server and its descendants, as seen now or earlier, that may still be alive."""
         if self._process is not None:
             for proc in descendants(self._process.pid):
@@ -320,7 +315,7 @@ class ServerProcess:
                 process.wait(timeout=timeout)
             except subprocess.TimeoutExpired:
                 tree = self.tree()
-            end_processes(tree, term_timeout=0)
+            end_tree(tree, grace=0)
             try:
                 process.wait(timeout=5.0)
             except subprocess.TimeoutExpired:

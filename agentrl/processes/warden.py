@@ -1,7 +1,7 @@
 """The process that ends a run when the driver no longer can.
 
 A driver that is killed with ``kill -9`` cannot clean up, and its servers and workers live in sessions
-of their own. So a run starts a warden: a small process (standard library only) that holds one end of
+of their own. So a run starts a warden: a small process that holds one end of
 a pipe. While the driver lives, the warden records the driver's descendants about once a second, by
 process id *and* start time, so that a recycled id is never taken for an old process. When the pipe
 closes, for whatever reason, it ends every recorded process that is still alive, removes the
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import json
+import logging
 import os
 import select
 import shutil
@@ -25,9 +26,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Self
+from collections.abc import Iterable
+from typing import Self
+
+from agentrl.processes.tree import Process, descendants, end_tree, is_running
+
+log = logging.getLogger(__name__)
 
 SCRATCH_ENV = "AGENTRL_TMPDIR"
 MAX_SPAWNS = 10
@@ -43,109 +47,6 @@ def scratch_folder(prefix: str) -> str:
     if root:
         os.makedirs(root, mode=0o700, exist_ok=True)
     return tempfile.mkdtemp(prefix=prefix, dir=root or None)
-
-
-class Proc(NamedTuple):
-    """A process by id and start time (clock ticks since boot), which together are unique."""
-
-    pid: int
-    start: int
-
-
-def _read_stat(pid: int) -> tuple[int, int, str] | None:
-    """Parent id, start time and state of a process; ``None`` if there is none."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return int(fields[1]), int(fields[19]), fields[0].decode()
-
-
-def identify(pid: int) -> Proc | None:
-    """The process with this id, or ``None`` if there is none."""
-    stat = _read_stat(pid)
-    return Proc(pid, stat[1]) if stat else None
-
-
-def is_running(proc: Proc) -> bool:
-    """Whether this very process still runs (a zombie does not)."""
-    stat = _read_stat(proc.pid)
-    return stat is not None and stat[1] == proc.start and stat[2] not in "ZX"
-
-
-def descendants(pid: int, *, include_root: bool = True) -> list[Proc]:
-    """The process and all that descend from it, parents before children.
-
-    Reads one line of ``/proc`` a process on the machine, about 10 microseconds each.
-    """
-    children: dict[int, list[Proc]] = {}
-    root = None
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        stat = _read_stat(int(entry))
-        if stat is None:
-            continue
-        proc = Proc(int(entry), stat[1])
-        if proc.pid == pid:
-            root = proc
-        children.setdefault(stat[0], []).append(proc)
-    found = [root] if include_root and root else []
-    queue = [pid]
-    while queue:
-        for child in children.get(queue.pop(), ()):
-            found.append(child)
-            queue.append(child.pid)
-    return found
-
-
-def send_signal(proc: Proc, signum: int) -> None:
-    """Signal this very process; nothing happens if it is gone."""
-    if not is_running(proc):
-        return
-    try:
-        os.kill(proc.pid, signum)
-    except ProcessLookupError:
-        return
-
-
-def end_processes(
-    procs: Iterable[Proc],
-    *,
-    term_timeout: float = 5.0,
-    kill_timeout: float = 5.0,
-    rescan: Callable[[], Iterable[Proc]] | None = None,
-) -> list[Proc]:
-    """End processes: SIGTERM to all, then SIGKILL to those left. Returns those that would not go.
-
-    Args:
-        procs: what to end.
-        term_timeout: seconds to wait after SIGTERM; 0 goes straight to SIGKILL.
-        kill_timeout: seconds to wait after SIGKILL.
-        rescan: called before SIGKILL, to name processes that were started meanwhile.
-    """
-    targets = {proc for proc in procs if is_running(proc)}
-    if term_timeout > 0:
-        for proc in targets:
-            send_signal(proc, signal.SIGTERM)
-        targets = _wait_for_end(targets, term_timeout)
-    if rescan is not None:
-        targets |= {proc for proc in rescan() if is_running(proc)}
-    for proc in targets:
-        send_signal(proc, signal.SIGKILL)
-    return sorted(_wait_for_end(targets, kill_timeout))
-
-
-def _wait_for_end(procs: set[Proc], timeout: float) -> set[Proc]:
-    deadline = time.monotonic() + timeout
-    pause = 0.005
-    while True:
-        procs = {proc for proc in procs if is_running(proc)}
-        if not procs or time.monotonic() >= deadline:
-            return procs
-        time.sleep(pause)
-        pause = min(pause * 2, 0.1)
 
 
 class Warden:
@@ -187,12 +88,6 @@ class Warden:
         """Have one more folder removed at the end of the run."""
         self._send({"temp_dir": os.fspath(path)})
 
-    def add_process(self, pid: int) -> None:
-        """Record a process that does not descend from the driver (a Ray worker, say)."""
-        proc = identify(pid)
-        if proc is not None:
-            self._send({"process": list(proc)})
-
     def close(self, timeout: float = 15.0) -> None:
         """End the watch in order: what is recorded and still alive is ended, folders are removed."""
         with self._lock:
@@ -214,7 +109,7 @@ class Warden:
     def _spawn(self) -> None:
         """A process that knows all that was said so far."""
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), str(self._interval)],
+            [sys.executable, "-m", "agentrl.processes.warden", str(os.getpid()), str(self._interval)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -239,9 +134,9 @@ class Warden:
                         raise OSError(f"it was ended {number} times")
                     self._spawn()
                 except OSError as error:
-                    log().error("the warden was ended; should this process be killed, nothing cleans up: %s", error)
+                    log.error("the warden was ended; should this process be killed, nothing cleans up: %s", error)
                     return
-            log().warning("the warden (process %d) was ended from outside; another takes its place", process.pid)
+            log.warning("the warden (process %d) was ended from outside; another takes its place", process.pid)
 
     def _send(self, message: dict[str, object]) -> None:
         with self._lock:
@@ -262,19 +157,12 @@ class Warden:
         self.close()
 
 
-def log() -> Any:
-    """The log, imported when there is something to say: the warden's own process needs none."""
-    import logging
-
-    return logging.getLogger("agentrl.processes.warden")
-
-
 def watch(driver_pid: int, interval: float, pipe: int = 0) -> None:
     """The warden's own loop: record descendants until ``pipe`` closes, then end them."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     me = os.getpid()
-    recorded: set[Proc] = set()
+    recorded: set[Process] = set()
     temp_dirs: list[str] = []
     last_words = ""
     buffer = b""
@@ -296,26 +184,14 @@ def watch(driver_pid: int, interval: float, pipe: int = 0) -> None:
             message = json.loads(line)
             if "temp_dir" in message:
                 temp_dirs.append(message["temp_dir"])
-            if "process" in message:
-                recorded.add(Proc(*message["process"]))
             last_words = message.get("last_words", last_words)
-    _clean_up(recorded, temp_dirs, me)
+    orphans = {child for proc in recorded for child in descendants(proc.pid, include_root=False) if is_running(proc)}
+    end_tree({proc for proc in recorded | orphans if proc.pid != me}, grace=2.0)
+    for path in temp_dirs:
+        remove(path)
     if last_words:
         with contextlib.suppress(OSError):  # the terminal may be gone too
             os.write(2, f"{last_words}\n".encode())
-
-
-def _clean_up(recorded: set[Proc], temp_dirs: list[str], me: int) -> None:
-    def with_children() -> set[Proc]:
-        found = set(recorded)
-        for proc in recorded:
-            if is_running(proc):
-                found.update(descendants(proc.pid, include_root=False))
-        return {proc for proc in found if proc.pid != me}
-
-    end_processes(with_children(), term_timeout=2.0, rescan=with_children)
-    for path in temp_dirs:
-        remove(path)
 
 
 def remove(folder: str) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from sockets import command_line
 
-from agentrl.processes.warden import Proc, descendants, is_running
+from agentrl.processes.tree import Process, descendants, is_running
 
 
 class Command:
@@ -34,7 +34,7 @@ class Command:
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(self.temp)},
         )
-        self.seen: set[Proc] = set()
+        self.seen: set[Process] = set()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 

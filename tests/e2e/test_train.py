@@ -12,7 +12,7 @@ import pytest
 from sockets import command_line, environment, listening, status_without_key
 
 from agentrl.data.store import TrajectoryStore
-from agentrl.processes.warden import is_running, send_signal
+from agentrl.processes.tree import is_running
 
 SMALL = ["--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "40"]
 
@@ -120,7 +120,7 @@ def test_a_rank_that_stands_still_ends_the_run_in_one_sentence(start, tmp_path):
     )  # fmt: skip
     command.wait_until(lambda: (run / "checkpoints" / "step_000001").is_dir())
     (rank,) = [p for p in command.seen if is_running(p) and "ray::TrainActor" in command_line(p.pid)]
-    send_signal(rank, signal.SIGSTOP)
+    rank.send_signal(signal.SIGSTOP)
     assert command.wait(90) == 1, command.text[-3000:]
     *_, advice, error = command.text.splitlines()
     assert "agentrl train --load" in advice
@@ -190,7 +190,7 @@ def test_a_killed_engine_costs_only_time_and_every_socket_is_closed_to_strangers
 
     servers = [p for p in command.seen if is_running(p) and "agentrl.engines.server" in command_line(p.pid)]
     # Its children are forks that may still carry its arguments; it is the first of them.
-    send_signal(min(servers, key=lambda p: (p.start, p.pid)), signal.SIGKILL)
+    min(servers, key=lambda p: (p.create_time(), p.pid)).send_signal(signal.SIGKILL)
     command.wait_until((run / "logs" / "engine-0-restart-1.log").is_file)
     at = len(metrics(run))
     command.wait_until(lambda: len(metrics(run)) >= at + 3)

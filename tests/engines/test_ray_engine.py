@@ -23,7 +23,7 @@ SCRIPT = textwrap.dedent(
     from agentrl.engines.engine import EngineSpec
     from agentrl.engines.actor import RayEngine, SERVING
     from agentrl.engines.pool import EnginePool
-    from agentrl.processes.warden import identify, is_running
+    from agentrl.processes.tree import identify, is_running
 
     async def main():
         spec = EngineSpec(sys.argv[1], max_total_tokens=4096)

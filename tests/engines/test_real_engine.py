@@ -21,7 +21,7 @@ from agentrl.engines.engine import EngineProcess, EngineSpec
 from agentrl.engines.pool import EnginePool
 from agentrl.engines.router import ROUTING_KEY_HEADER
 from agentrl.errors import EngineError
-from agentrl.processes.warden import is_running
+from agentrl.processes.tree import is_running
 from agentrl.weights.protocol import Deadlines, LocalSender, SyncFailed
 from agentrl.weights.sender import WeightSender
 from agentrl.weights.sync import WeightSync

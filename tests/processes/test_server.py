@@ -19,7 +19,7 @@ import pytest
 from agentrl.engines.engine import EngineProcess, EngineSpec
 from agentrl.errors import EngineError
 from agentrl.processes.server import ServerProcess
-from agentrl.processes.warden import descendants, identify, is_running
+from agentrl.processes.tree import descendants, identify, is_running
 
 
 class DummyServer(ServerProcess):

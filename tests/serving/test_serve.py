@@ -18,7 +18,7 @@ from agentrl.cli.main import main
 from agentrl.config.presets import demo_folder
 from agentrl.data.checkpoint import ROLLOUT_STATE, CheckpointStore
 from agentrl.errors import ConfigError
-from agentrl.processes.warden import descendants, is_running
+from agentrl.processes.tree import descendants, is_running
 from agentrl.serving import run as serving
 
 KEY = "a-key-for-this-test"
