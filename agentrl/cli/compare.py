@@ -42,7 +42,7 @@ class CompareOptions:
 
 def usage(argv: Sequence[str]) -> str:
     """Help text."""
-    from agentrl.cli.help import command_help
+    from agentrl.config.help import command_help
 
     return command_help("compare A B [OPTIONS]", INTRO, CompareOptions)
 

@@ -57,7 +57,7 @@ def usage(argv: Sequence[str]) -> str:
     if action in ("check", "play", "new"):
         return importlib.import_module(f"agentrl.cli.env_{action}").usage(argv)
     if action == "show":
-        from agentrl.cli.help import command_help
+        from agentrl.config.help import command_help
 
         return command_help("env show NAME [OPTIONS]", f"Show {ACTIONS['show']}.", ShowOptions)
     lines = [f"  {name:<6} {what}" for name, what in ACTIONS.items()]

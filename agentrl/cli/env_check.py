@@ -18,7 +18,7 @@ Prints a line for each check; the exit code is 1 when one failed.
 
 def usage(argv: Sequence[str]) -> str:
     """Help text."""
-    from agentrl.cli.help import command_help
+    from agentrl.config.help import command_help
 
     return command_help("env check NAME [OPTIONS]", INTRO, PlayedOptions)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from string import Template
 
 from agentrl.config.layers import load_options
-from agentrl.config.values import PathText
+from agentrl.config.options import PathText
 from agentrl.errors import ConfigError
 
 INTRO = """\
@@ -44,7 +44,7 @@ class NewOptions:
 
 def usage(argv: Sequence[str]) -> str:
     """Help text."""
-    from agentrl.cli.help import command_help
+    from agentrl.config.help import command_help
 
     return command_help("env new NAME [OPTIONS]", INTRO, NewOptions)
 

@@ -45,7 +45,7 @@ class PlayOptions(PlayedOptions):
 
 def usage(argv: Sequence[str]) -> str:
     """Help text."""
-    from agentrl.cli.help import command_help
+    from agentrl.config.help import command_help
 
     return command_help("env play NAME [OPTIONS]", f"{INTRO}\n\n{HELP}", PlayOptions)
 

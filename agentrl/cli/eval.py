@@ -20,7 +20,7 @@ scored; 1: not all were, the rest is left to a rerun; 2: a wrong flag."""
 
 def usage(argv: Sequence[str]) -> str:
     """Help text."""
-    from agentrl.cli.help import command_help
+    from agentrl.config.help import command_help
 
     return command_help("eval --env NAME [OPTIONS]", INTRO, EvalConfig, file_option=True)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.config.layers import load_options
-from agentrl.config.values import PathText
+from agentrl.config.options import PathText
 from agentrl.errors import ConfigError
 
 INTRO = """\
@@ -29,7 +29,7 @@ class ExportOptions:
 
 def usage(argv: Sequence[str]) -> str:
     """Help text."""
-    from agentrl.cli.help import command_help
+    from agentrl.config.help import command_help
 
     return command_help("export --run RUN --output-dir DIR", INTRO, ExportOptions)
 

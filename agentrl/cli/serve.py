@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 from agentrl.cli.extras import ENGINES, require
 from agentrl.config.layers import load_options
+from agentrl.config.options import Count, PathText, Positive, Range, Seconds
 from agentrl.config.schema import PassedOn, TemplateOptions
 from agentrl.config.template import template_problems
-from agentrl.config.values import Count, PathText, Positive, Range, Seconds
 from agentrl.errors import ConfigError
 
 INTRO = """\
@@ -69,7 +69,7 @@ class ServeOptions(PassedOn, TemplateOptions):
 
 def usage(argv: Sequence[str]) -> str:
     """Help text."""
-    from agentrl.cli.help import command_help
+    from agentrl.config.help import command_help
 
     return command_help("serve [--hf-checkpoint DIR | --run RUN] [OPTIONS]", INTRO, ServeOptions)
 

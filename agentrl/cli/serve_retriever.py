@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from agentrl.config.layers import load_options
+from agentrl.config.options import PathText, Range
 from agentrl.config.schema import Count, Positive
-from agentrl.config.values import PathText, Range
 
 INTRO = """\
 Serve search over a corpus by Search-R1's HTTP API (POST /retrieve), until Ctrl-C.
@@ -40,7 +40,7 @@ class RetrieverOptions:
 
 def usage(argv: Sequence[str]) -> str:
     """Help text."""
-    from agentrl.cli.help import command_help
+    from agentrl.config.help import command_help
 
     return command_help("serve-retriever [OPTIONS]", INTRO, RetrieverOptions)
 

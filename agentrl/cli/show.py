@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.cli.compare import leading_words
 from agentrl.config.layers import load_options
-from agentrl.config.values import Count, PathText, Positive
+from agentrl.config.options import Count, PathText, Positive
 from agentrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class ShowOptions:
 
 def usage(argv: Sequence[str]) -> str:
     """Help text."""
-    from agentrl.cli.help import command_help
+    from agentrl.config.help import command_help
 
     return command_help("show RUN [OPTIONS]", INTRO, ShowOptions)
 

@@ -20,7 +20,7 @@ Train an agent: roll out episodes, turn their rewards into advantages, train, sy
 
 def usage(argv: Sequence[str]) -> str:
     """Help text."""
-    from agentrl.cli.help import command_help
+    from agentrl.config.help import command_help
 
     return command_help("train --env NAME [OPTIONS]", INTRO, Config, file_option=True)
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
-from agentrl.cli.help import default_text, flag_text
-from agentrl.config.fields import Option, options
+from agentrl.config.foreign import SGLANG_OWNED
+from agentrl.config.help import default_text, flag_text
 from agentrl.config.megatron_options import ACTS, CHECKPOINT, ONLY, OWNED
 from agentrl.config.names import IMPLIED, NOT_AVAILABLE
+from agentrl.config.options import Option, options
 from agentrl.config.parse import ALIASES
-from agentrl.config.passthrough import SGLANG_OWNED
 from agentrl.config.presets import BEYOND, PRESETS, TUNED_TO
 from agentrl.config.schema import Config, EvalConfig
 

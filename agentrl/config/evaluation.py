@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from agentrl.config.values import Count, NonNegative, PathText, Positive, Probability, Range, Seconds
+from agentrl.config.options import Count, NonNegative, PathText, Positive, Probability, Range, Seconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
-"""Names and types of SGLang's and Megatron's own options, read from their installed sources.
+"""Options that are not ours: ``--sglang-*`` for the server, Megatron's own names for the trainer.
 
-The sources are parsed, not imported: importing either takes seconds and torch, and a flag must be refused
-before that. What cannot be found (package absent, or laid out in another way) comes back as None, and then
-the option is handed on unchecked and refused, if wrong, by the package itself.
+Names, types and defaults are read from the sources of the installed packages, which are not imported: that takes 8 s
+each, and a flag must be refused before. Where a package is absent, its options are taken unchecked, and it refuses what
+is wrong itself. What the run decides is refused with the flag that decides it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.machinery
-import importlib.util
 import sys
-from dataclasses import dataclass, replace
+import typing
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from agentrl.config.names import nearest
+from agentrl.config.options import Option, described
+from agentrl.errors import ConfigError
 
 MEGATRON_CLASSES = {
     "ModelParallelConfig": "core/model_parallel_config.py",
@@ -24,190 +28,128 @@ MEGATRON_CLASSES = {
     "DistributedDataParallelConfig": "core/distributed/distributed_data_parallel_config.py",
 }
 
+_BY_RUN = "it is chosen by the run"
+SGLANG_OWNED = {
+    "model_path": "use --hf-checkpoint",
+    "model": "use --hf-checkpoint",
+    "tokenizer_path": "use --hf-checkpoint",
+    "host": "use --host",
+    "dtype": "use --dtype",
+    "random_seed": "use --seed",
+    "enable_deterministic_inference": "use --deterministic",
+    "tp_size": "use --rollout-num-gpus-per-engine",
+    **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr", "base_gpu_id", "device"), _BY_RUN),
+    **dict.fromkeys(("port", "nccl_port"), "every server of a run takes a free port"),
+    **dict.fromkeys(("api_key", "admin_api_key"), "a random key is made for each run"),
+    "weight_version": "weight versions are counted by the run",
+    "config": "write the keys into the table [sglang] of --config FILE",
+}
+"""Server arguments that the run itself sets, with what to do in their place."""
 
-@dataclass(frozen=True)
-class ForeignField:
-    """One option of another package. ``kind``: int, float, bool, str, list, json or opaque (not settable as text)."""
+_NAMED = "a module that it names is imported"
+SGLANG_CODE = {
+    "trust_remote_code": "code of the model folder is run",
+    "custom_weight_loader": _NAMED,
+    "forward_hooks": "modules that it names are imported",
+    "sidecar": "a module that it names is run",
+    "unified_cache_external_linker_backend": _NAMED,
+    "unified_cache_external_linker_config": _NAMED,
+    "hicache_storage_backend_extra_config": _NAMED,
+    "enable_custom_logit_processor": "code that clients send is unpickled and run",
+    "trust_request_chat_template": "templates that clients send are rendered",
+    "tool_server": "tools run on this machine for whoever sends requests",
+}
+"""Server arguments by which code of others is run, and how."""
 
-    name: str
-    kind: str
-    element: str = "str"
-    choices: tuple = ()
-    nullable: bool = False
-    default: Any = None
-    """Where it is a literal."""
+
+def remote_code(sglang: Mapping[str, Any], allowed: bool) -> Iterator[str]:
+    """A problem for each argument of the server that runs code of others, unless that is ``allowed``."""
+    for name, value in sglang.items():
+        how = SGLANG_CODE.get(name.replace("-", "_"))
+        if how is not None and value not in (False, None) and not allowed:
+            flag = f"--sglang-{name.replace('_', '-')}"
+            yield f"{flag}: {how}. Give --allow-remote-code too if you trust where it comes from."
 
 
 def package_folder(name: str) -> Path | None:
     """Folder of a top-level package, without importing it."""
-    if name in sys.modules and getattr(sys.modules[name], "__path__", None):
-        return Path(list(sys.modules[name].__path__)[0])
+    if places := getattr(sys.modules.get(name), "__path__", None):
+        return Path(list(places)[0])
     try:
         spec = importlib.machinery.PathFinder.find_spec(name)
     except (ImportError, ValueError):
         return None
-    if spec is None or not spec.submodule_search_locations:
+    return Path(list(spec.submodule_search_locations)[0]) if spec and spec.submodule_search_locations else None
+
+
+class _Unknown:
+    """What a name of the other package stands for here. Whatever is done with it gives it again."""
+
+    def __init__(self, name: str = ""):
+        self.name = name
+
+    def __getattr__(self, name: str) -> _Unknown:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Unknown(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Unknown:
+        return self
+
+    __getitem__ = __add__ = __radd__ = __call__
+
+    def __or__(self, other: Any) -> Any:
+        return typing.Union[self, other]  # noqa: UP007
+
+    def __ror__(self, other: Any) -> Any:
+        return typing.Union[other, self]  # noqa: UP007
+
+
+class _Names(dict):
+    """Names of typing and of Python's types; any other is :class:`_Unknown`."""
+
+    def __missing__(self, name: str) -> Any:
+        known = getattr(typing, name, None) or {t.__name__: t for t in (int, float, bool, str, list, dict, tuple)}.get(
+            name
+        )
+        return known if name != "Callable" and known is not None else _Unknown(name)
+
+
+def _evaluated(node: ast.expr | None, **names: Any) -> Any:
+    """The value of an expression of another package's source, with its own names unknown."""
+    if node is None:
         return None
-    return Path(list(spec.submodule_search_locations)[0])
-
-
-def _base(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-
-
-def _field_of(name: str, node: ast.expr) -> ForeignField:
-    """The field with annotation ``node``; what is neither a scalar, list, mapping nor Literal is opaque."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):  # an annotation in quotes
         node = ast.parse(node.value, mode="eval").body
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return _union(name, _or_members(node))
-    if isinstance(node, ast.Subscript):
-        inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        base = _base(node.value)
-        if base == "Optional":
-            return _union(name, [*inner, ast.Constant(None)])
-        if base == "Union":
-            return _union(name, inner)
-        if base == "Literal":
-            values = tuple(e.value for e in inner if isinstance(e, ast.Constant))
-            kinds = {type(v).__name__ for v in values if v is not None}
-            kind = kinds.pop() if len(kinds) == 1 else "json"
-            return ForeignField(name, kind, choices=tuple(v for v in values if v is not None), nullable=None in values)
-        if base in ("List", "list", "Tuple", "tuple", "Sequence"):
-            element = _field_of(name, inner[0]).kind
-            return ForeignField(name, "list", element=element if element in ("int", "float") else "str")
-        if base in ("Dict", "dict"):
-            return ForeignField(name, "json")
-        return ForeignField(name, "opaque")
-    kinds = {
-        "int": "int",
-        "float": "float",
-        "bool": "bool",
-        "str": "str",
-        "dict": "json",
-        "Any": "json",
-        "list": "list",
-    }
-    return ForeignField(name, kinds.get(_base(node), "opaque"))
+    return eval(compile(ast.Expression(node), "<option>", "eval"), {"__builtins__": {}}, _Names(names))
 
 
-def _or_members(node: ast.expr) -> list[ast.expr]:
-    if isinstance(node, ast.BinOp):
-        return [*_or_members(node.left), *_or_members(node.right)]
-    return [node]
-
-
-def _union(name: str, members: list[ast.expr]) -> ForeignField:
-    real = [m for m in members if not (isinstance(m, ast.Constant) and m.value is None)]
-    fields = [_field_of(name, m) for m in real]
-    nullable = len(real) < len(members) or any(f.nullable for f in fields)
-    if len(fields) == 1:
-        only = fields[0]
-        return ForeignField(name, only.kind, only.element, only.choices, nullable)
-    settable = any(f.kind != "opaque" for f in fields)
-    return ForeignField(name, "json" if settable else "opaque", nullable=nullable)
-
-
-def _class_fields(path: Path, wanted: str | None = None) -> dict[str, ast.AnnAssign]:
-    """Annotated fields of class ``wanted`` in ``path`` (of all top-level classes when None)."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    found: dict[str, ast.AnnAssign] = {}
-    for cls in tree.body:
+def _fields(file: Path, wanted: str | None = None) -> Iterator[tuple[str, ast.AnnAssign]]:
+    """Annotated public fields of class ``wanted`` in ``file``, of all its classes when None."""
+    for cls in ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else ():
         if isinstance(cls, ast.ClassDef) and wanted in (None, cls.name):
             for stmt in cls.body:
-                if isinstance(stmt, ast.AnnAssign) and isinstance(stmt.target, ast.Name):
-                    found[stmt.target.id] = stmt
-    return found
+                if isinstance(stmt, ast.AnnAssign) and not (name := getattr(stmt.target, "id", "_")).startswith("_"):
+                    yield name, stmt
 
 
 @functools.cache
-def megatron_fields() -> dict[str, ForeignField] | None:
-    """Field name -> type over Megatron-core's config dataclasses; None when megatron-core is not installed."""
+def megatron_fields() -> dict[str, Option] | None:
+    """Field name -> option over Megatron-core's config dataclasses; None when megatron-core is not installed."""
+    table: dict[str, Option] = {}
     folder = package_folder("megatron")
-    if folder is None or not (folder / "core").is_dir():
-        return None
-    table: dict[str, ForeignField] = {}
-    for cls, path in MEGATRON_CLASSES.items():
-        if not (folder / path).is_file():
-            continue
-        for name, stmt in _class_fields(folder / path, cls).items():
-            if not name.startswith("_"):
-                table.setdefault(name, replace(_field_of(name, stmt.annotation), default=_default(stmt.value)))
+    for cls, path in MEGATRON_CLASSES.items() if folder else ():
+        for name, stmt in _fields(folder / path, cls):
+            value = stmt.value
+            if isinstance(value, ast.Call):  # field(default=...)
+                value = next((word.value for word in value.keywords if word.arg == "default"), None)
+            default = value.value if isinstance(value, ast.Constant) else None
+            table.setdefault(name, Option(name, default=default, **described(_evaluated(stmt.annotation))[0]))
     return table or None
 
 
-def _default(node: ast.expr | None) -> Any:
-    if isinstance(node, ast.Call):  # field(default=...)
-        node = next((word.value for word in node.keywords if word.arg == "default"), None)
-    return None if node is None else _literal(node)
-
-
-def _sglang_entry(name: str, stmt: ast.AnnAssign) -> dict[str, ForeignField]:
-    """Flags of one annotated attribute ``A[type, Arg(...)]`` or ``Annotated[...]``; empty if it has none."""
-    node = stmt.annotation
-    flags = [name.replace("_", "-")]
-    choices: tuple = ()
-    negative = None
-    if (
-        isinstance(node, ast.Subscript)
-        and _base(node.value) in ("A", "Annotated")
-        and isinstance(node.slice, ast.Tuple)
-    ):
-        node, *notes = node.slice.elts
-        for call in (n for n in notes if isinstance(n, ast.Call)):
-            if _base(call.func) != "Arg":
-                return {}
-            for word in call.keywords:
-                value = _literal(word.value)
-                if word.arg == "no_cli" and value:
-                    return {}
-                if word.arg == "cli_name" and value:
-                    flags[0] = value.lstrip("-")
-                if word.arg == "aliases" and value:
-                    flags += [alias.lstrip("-") for alias in value]
-                if word.arg == "action" and _base(word.value) == "BooleanOptionalAction":
-                    negative = f"no-{flags[0]}"
-                if word.arg == "choices" and value:
-                    choices = tuple(value)
-    field = _field_of(name, node)
-    kind = "json" if field.kind == "opaque" else field.kind
-    entry = ForeignField(_key(flags[0]), kind, field.element, choices or field.choices, field.nullable)
-    table = dict.fromkeys(flags, entry)
-    if negative:
-        table[negative] = ForeignField(_key(negative), "bool")
-    return table
-
-
-def _key(flag: str) -> str:
-    return flag.lstrip("-").replace("-", "_")
-
-
-def _added_arguments(path: Path) -> dict[str, ForeignField]:
-    """Flags registered by hand, ``parser.add_argument("--name", type=..., action=...)``."""
-    table = {}
-    for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not (isinstance(call, ast.Call) and _base(call.func) == "add_argument" and call.args):
-            continue
-        flag = _literal(call.args[0])
-        if isinstance(flag, str) and flag.startswith("--"):
-            words = {word.arg: word.value for word in call.keywords}
-            action = words.get("action", ast.Constant(None))
-            switch = _literal(action) == "store_true" or "StoreTrue" in _base(action)
-            kind = _base(words["type"]) if "type" in words else "str"
-            kind = "bool" if switch else kind if kind in ("int", "float", "str") else "json"
-            table[flag.lstrip("-")] = ForeignField(_key(flag), kind)
-    return table
-
-
-def _literal(node: ast.expr):
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        return None
-
-
 @functools.cache
-def sglang_fields() -> dict[str, ForeignField] | None:
+def sglang_fields() -> dict[str, Option] | None:
     """Flag of SGLang's server, without dashes in front -> option; aliases lead to the same option.
 
     The option's ``name`` is the server's own flag with underscores. None when sglang is not installed.
@@ -215,16 +157,53 @@ def sglang_fields() -> dict[str, ForeignField] | None:
     folder = package_folder("sglang")
     if folder is None:
         return None
-    table: dict[str, ForeignField] = {}
-    sources = [(folder / "srt" / "server_args.py", "ServerArgs")]
-    sources += [(path, None) for path in sorted((folder / "srt" / "arg_groups" / "fields").glob("*.py"))]
-    for path, wanted in sources:
-        if not path.is_file():
-            continue
-        for name, stmt in _class_fields(path, wanted).items():
-            if not name.startswith("_"):
-                table = _sglang_entry(name, stmt) | table
-    server_args = sources[0][0]
-    if server_args.is_file():
-        table = _added_arguments(server_args) | table
+    table: dict[str, Option] = {}
+    server_args = folder / "srt" / "server_args.py"
+    for file in (server_args, *sorted((folder / "srt" / "arg_groups" / "fields").glob("*.py"))):
+        for name, stmt in _fields(file, "ServerArgs" if file == server_args else None):
+            table = _server_flags(name, stmt.annotation) | table
+    for call in ast.walk(ast.parse(server_args.read_text(encoding="utf-8"))) if server_args.is_file() else ():
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "add_argument" and call.args:
+            words = {word.arg: _evaluated(word.value) if word.arg == "type" else word.value for word in call.keywords}
+            switch = "store_true" in (action := ast.unparse(words.get("action", call.func))) or "StoreTrue" in action
+            flag, kind = (
+                call.args[0].value.lstrip("-"),
+                "bool" if switch else described(words.get("type", str))[0]["kind"],
+            )
+            table = {flag: Option(flag.replace("-", "_"), "json" if kind == "opaque" else kind)} | table
     return table if len(table) > 50 else None
+
+
+def _server_flags(name: str, annotation: ast.expr) -> dict[str, Option]:
+    """Flags of one attribute ``A[type, Arg(...)]``; none where that says so."""
+    found, notes = described(_evaluated(annotation, A=typing.Annotated, Arg=lambda **words: words))
+    about = next((note for note in notes if isinstance(note, dict)), {})
+    if about.get("no_cli") or any(isinstance(note, _Unknown) for note in notes):
+        return {}
+    flags = [(about.get("cli_name") or name).lstrip("-").replace("_", "-")]
+    flags += [alias.lstrip("-") for alias in about.get("aliases") or ()]
+    if isinstance(choices := about.get("choices"), (list, tuple)):
+        found["choices"] = tuple(choices)
+    if found["kind"] == "opaque":
+        found["kind"] = "json"
+    table = dict.fromkeys(flags, Option(flags[0].replace("-", "_"), **found))
+    if getattr(about.get("action"), "name", "") == "BooleanOptionalAction":
+        table[f"no-{flags[0]}"] = Option(f"no_{flags[0].replace('-', '_')}", "bool")
+    return table
+
+
+def sglang_field(given: str, name: str) -> Option:
+    """The server option behind ``--sglang-<name>``; one of kind ``any`` when sglang is not installed.
+
+    Raises:
+        ConfigError: The run sets it itself, or SGLang has no such option.
+    """
+    table, flag = sglang_fields(), name.replace("_", "-")
+    field = (table or {}).get(flag) or Option(flag.replace("-", "_"), "any")
+    if field.name in SGLANG_OWNED:
+        raise ConfigError(f"{given} cannot be set: {SGLANG_OWNED[field.name]}.")
+    if table is not None and flag not in table:
+        close = nearest(flag, table)
+        hint = f" Did you mean --sglang-{close}?" if close else ""
+        raise ConfigError(f"{given}: SGLang's server has no option {flag!r}.{hint}")
+    return field

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.derive import DERIVED, derive, split_names
-from agentrl.config.fields import options
-from agentrl.config.files import read_file
-from agentrl.config.parse import Given, parse_flags, parse_mapping
+from agentrl.config.options import options
+from agentrl.config.parse import Given, parse_flags, parse_mapping, read_file
 from agentrl.config.presets import BEYOND, DEMO, preset
 from agentrl.config.schema import Config, EvalConfig
 from agentrl.config.serialize import OWNER, read_run_config, run_folder_of

@@ -12,6 +12,8 @@ from typing import Any
 
 from agentrl.config.architecture import head_dim, rope
 from agentrl.config.foreign import megatron_fields
+from agentrl.config.options import Option
+from agentrl.errors import ConfigError
 
 Model = Mapping[str, Any]
 
@@ -198,6 +200,21 @@ def refusal(name: str) -> str | None:
     families = (name[:end] + "*" for end in range(len(name), 0, -1) if name[end - 1] == "_")
     found = next((key for key in (name, *families) if key in REFUSED), None)
     return REFUSED[found] if found else "this version of agentrl does not know what it does"
+
+
+def megatron_field(given: str, name: str) -> Option | None:
+    """The Megatron config field called ``name``, or None when there is none (or megatron-core is absent).
+
+    Raises:
+        ConfigError: The field follows from an option of ours, or cannot be written as text.
+    """
+    key = name.replace("-", "_")
+    if key in OWNED:
+        raise ConfigError(f"{given} cannot be set: {OWNED[key]}.")
+    field = (megatron_fields() or {}).get(key)
+    if field is not None and field.kind == "opaque":
+        raise ConfigError(f"{given} cannot be set: Megatron takes an object here, not text.")
+    return field
 
 
 def problems(given: Mapping[str, Any], model: Model) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Every option of a run: one flat, frozen dataclass per command, put together from sections.
 
 A section is a small dataclass; its docstring is its heading in help, the string under each field is that option's help.
-A reader is handed its section and not the whole: ``config.section(OptimizerOptions)``. Flags (``rollout_batch_size`` is ``--rollout-batch-size``), file keys, ``--help`` and
-``docs/configuration.md`` are all generated from here, so there is nothing else to keep in step. A field that is
+A reader is handed its section and not the whole: ``config.section(OptimizerOptions)``. Flags (``rollout_batch_size`` is
+``--rollout-batch-size``), file keys, ``--help`` and ``docs/configuration.md`` are generated from here. A field that is
 ``None`` until :func:`agentrl.config.load_config` has run and a number afterwards says so in its help.
 """
 
@@ -18,7 +18,7 @@ from agentrl.config.evaluation import (
     ServerOptions,
     TrainingEvaluationOptions,
 )
-from agentrl.config.values import Count, NonNegative, PathText, Positive, Range, Seconds
+from agentrl.config.options import Count, NonNegative, PathText, Positive, Range, Seconds
 
 Beta = Annotated[float, Range(low=0.0, high=1.0, high_open=True)]
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.config.fields import options
 from agentrl.config.megatron_options import CHECKPOINT
 from agentrl.config.megatron_options import problems as megatron_problems
 from agentrl.config.names import ADVICE, FROM_CHECKPOINT, NOT_AVAILABLE, implied, renamed
+from agentrl.config.options import options
 from agentrl.config.parse import parse_flags
 from agentrl.config.schema import Config
 from agentrl.errors import ConfigError

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.fields import options
+from agentrl.config.options import options
 from agentrl.config.parse import parse_mapping
 from agentrl.config.presets import DEMO, demo_folder
 from agentrl.errors import CheckpointError

@@ -11,9 +11,9 @@ from typing import Any
 
 from agentrl.config.architecture import not_computed
 from agentrl.config.derive import batch_rule
-from agentrl.config.fields import Option, options
+from agentrl.config.foreign import remote_code
 from agentrl.config.megatron_options import problems as megatron_problems
-from agentrl.config.passthrough import remote_code
+from agentrl.config.options import options
 from agentrl.config.schema import Config, EvalConfig
 from agentrl.config.template import template_problems
 from agentrl.config.validate_eval import evaluated, rescored
@@ -54,45 +54,20 @@ def validate(config: Config | EvalConfig, explicit: Mapping[str, str] | None = N
         raise ConfigError("\n".join(problems))
 
 
-_TYPES = {
-    "int": int,
-    "float": (int, float),
-    "bool": bool,
-    "str": str,
-    "choice": str,
-    "mapping": dict,
-    "passthrough": dict,
-    "pairs": tuple,
-    "list": tuple,
-}
-
-
 def value_problems(config: Any) -> Iterator[str]:
     """Each value by itself: its type, range, choices."""
     for option in options(type(config)).values():
         value = getattr(config, option.name)
-        if value is None and option.nullable:
-            continue
-        wrong_type = not isinstance(value, _TYPES[option.kind]) or (isinstance(value, bool) and option.kind != "bool")
-        if wrong_type:
-            yield f"{option.flag}: expected {_described(option)}, got {value!r}"
-        elif option.choices and value not in option.choices:
-            yield f"{option.flag}: expected one of {', '.join(option.choices)}, got {value!r}"
-        elif option.range is not None and value not in option.range:
-            yield f"{option.flag}: expected {_described(option)}, got {value!r}"
+        limits = f" {option.range}" if option.range is not None else ""
+        try:
+            read = option.read(value)
+            fits = option.range is None or read is None or read in option.range
+        except (TypeError, ValueError):
+            fits = False
+        if not fits:
+            yield f"{option.flag}: expected {option.expected}{limits}, got {value!r}"
     if isinstance(getattr(config, "sglang", None), dict):
         yield from remote_code(config.sglang, config.allow_remote_code)
-
-
-def _described(option: Option) -> str:
-    words = {
-        "int": "a whole number",
-        "float": "a number",
-        "bool": "true or false",
-        "choice": "one of " + ", ".join(option.choices),
-    }
-    limits = f" {option.range}" if option.range is not None else ""
-    return words.get(option.kind, "text" if option.kind == "str" else option.kind) + limits
 
 
 def _environment(config: Config | EvalConfig, explicit: Mapping[str, str]) -> Iterator[str]:

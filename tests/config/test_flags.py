@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from agentrl.config import Config, EvalConfig, load_config, load_eval_config
-from agentrl.config.fields import options
+from agentrl.config.options import options
 from agentrl.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from agentrl.config import foreign, passthrough
+from agentrl.config import foreign, megatron_options
 from agentrl.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(
@@ -109,8 +109,8 @@ def test_wrong_megatron_options(refused, flags, parts):
 
 
 def test_without_the_packages_sglang_options_pass_unchecked(load, refused, monkeypatch):
-    monkeypatch.setattr(passthrough, "sglang_fields", lambda: None)
-    monkeypatch.setattr(passthrough, "megatron_fields", lambda: None)
+    monkeypatch.setattr(foreign, "sglang_fields", lambda: None)
+    monkeypatch.setattr(megatron_options, "megatron_fields", lambda: None)
     monkeypatch.setattr("agentrl.config.parse.megatron_fields", lambda: None)
     assert load("--sglang-anything", "0.5", "--sglang-switch").sglang == {"anything": 0.5, "switch": True}
     assert "pip install 'agentrl-toolkit[train]'" in refused("--moe-something", "2")
@@ -163,9 +163,9 @@ def test_what_is_read_is_what_the_server_accepts():
 
 
 def test_owned_names_are_real():
-    assert {name for name in passthrough.SGLANG_OWNED if name.replace("_", "-") not in foreign.sglang_fields()} == set()
+    assert {name for name in foreign.SGLANG_OWNED if name.replace("_", "-") not in foreign.sglang_fields()} == set()
     with pytest.raises(ConfigError):
-        passthrough.megatron_field("--bf16", "bf16")
+        megatron_options.megatron_field("--bf16", "bf16")
 
 
 @pytest.mark.parametrize(
@@ -183,4 +183,4 @@ def test_options_that_run_code_of_others_need_leave(load, refused, flags, how):
 
 def test_options_that_run_code_of_others_are_sglangs_own():
     known = {field.name for field in foreign.sglang_fields().values()}
-    assert set(passthrough.SGLANG_CODE) <= known
+    assert set(foreign.SGLANG_CODE) <= known

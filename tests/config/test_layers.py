@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config import PRESETS, Config, EvalConfig, demo_folder, load_config, load_eval_config, resolve
-from agentrl.config.fields import options
+from agentrl.config.options import options
 from agentrl.errors import CheckpointError, ConfigError
 
 

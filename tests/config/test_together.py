@@ -6,9 +6,9 @@ import pytest
 
 from agentrl.cli.train import run as train_command
 from agentrl.config import Config, EvalConfig, load_config, load_eval_config
-from agentrl.config.fields import options
 from agentrl.config.layers import load_options, resolve
 from agentrl.config.names import ADVICE, IMPLIED, NOT_AVAILABLE, RENAMED
+from agentrl.config.options import options
 from agentrl.config.parse import parse_flags
 from agentrl.errors import ConfigError
 from agentrl.rollout.setup import episode_limits, eval_params, rollout_params

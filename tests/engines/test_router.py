@@ -147,7 +147,7 @@ def test_wrong_policy_and_port_in_use(tmp_path: Path) -> None:
 
 
 def test_every_policy_that_can_be_asked_for_is_known() -> None:
-    from agentrl.config.fields import options
+    from agentrl.config.options import options
     from agentrl.config.schema import Config
 
     assert set(options(Config)["router_policy"].choices) <= set(POLICIES)

@@ -6,7 +6,7 @@ import shutil
 import textwrap
 from itertools import groupby
 
-from agentrl.config.fields import Option, options
+from agentrl.config.options import Option, options
 from agentrl.config.parse import ALIASES
 
 
