@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from agentrl.config.presets import DEMO, demo_folder
-from agentrl.config.schema import Config, EvalConfig
+from agentrl.config.schema import Config, EngineOptions, EvalConfig
 from agentrl.errors import ConfigError
 
 DERIVED = {
@@ -16,15 +16,14 @@ DERIVED = {
     "rollout_num_engines": ("rollout_num_gpus",),
     "rollout_num_gpus": ("rollout_num_engines", "rollout_num_gpus_per_engine"),
     "actor_num_gpus_per_node": (
-        "actor_num_nodes",
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
+        *("actor_num_nodes", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     ),
     "eps_clip_high": ("eps_clip",),
     "ref_load": ("hf_checkpoint",),
 }
 """Options that follow from others. A run's saved value of one is not kept when what it follows from is given anew."""
+
+AnyConfig = TypeVar("AnyConfig", Config, EvalConfig)
 
 
 def batch_rule(config: Config, global_batch_size: Any, num_steps_per_rollout: Any) -> str:
@@ -37,7 +36,7 @@ def batch_rule(config: Config, global_batch_size: Any, num_steps_per_rollout: An
     )
 
 
-def derive(config: Any) -> Any:
+def derive(config: AnyConfig) -> AnyConfig:
     """``config`` with the options filled that were left to follow from others.
 
     Raises:
@@ -49,18 +48,15 @@ def derive(config: Any) -> Any:
         changes["hf_checkpoint"] = str(demo_folder())
     changes["eval_env"] = split_names(config.eval_env)
     if isinstance(config, EvalConfig):
-        changes["env"] = split_names(config.env)
-    if isinstance(config, Config):
-        changes |= _batch(config)
-        changes["chat_template_date"] = config.chat_template_date or datetime.date.today().isoformat()
-        changes["eps_clip_high"] = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
-        if config.actor_num_gpus_per_node is None:
-            changes["actor_num_gpus_per_node"] = max(
-                1, -(-config.model_parallel_size // max(1, config.actor_num_nodes))
-            )
-        if config.use_kl_loss:
-            given = config.ref_load or changes.get("hf_checkpoint", config.hf_checkpoint)
-            changes["ref_load"] = str(demo_folder()) if given == DEMO else given
+        return config.replace(**changes, env=split_names(config.env))
+    changes |= _batch(config)
+    changes["chat_template_date"] = config.chat_template_date or datetime.date.today().isoformat()
+    changes["eps_clip_high"] = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
+    if config.actor_num_gpus_per_node is None:
+        changes["actor_num_gpus_per_node"] = max(1, -(-config.model_parallel_size // max(1, config.actor_num_nodes)))
+    if config.use_kl_loss:
+        given = config.ref_load or changes.get("hf_checkpoint", config.hf_checkpoint)
+        changes["ref_load"] = str(demo_folder()) if given == DEMO else given
     return config.replace(**changes)
 
 
@@ -74,34 +70,26 @@ def _batch(config: Config) -> dict[str, int]:
     product = config.rollout_batch_size * config.n_samples_per_prompt
     if size is not None and steps is not None:
         return {}
-    if size is None:
-        steps = 1 if steps is None else steps
-        if steps < 1 or product % steps:
-            raise ConfigError(
-                f"--num-steps-per-rollout {steps} does not divide the rollout: {batch_rule(config, '?', steps)}. "
-                f"Give a divisor of {product}."
-            )
-        return {"global_batch_size": product // steps, "num_steps_per_rollout": steps}
-    if size < 1 or product % size:
-        raise ConfigError(
-            f"--global-batch-size {size} does not divide the rollout: {batch_rule(config, size, '?')}. "
-            f"Give a divisor of {product}."
-        )
-    return {"num_steps_per_rollout": product // size}
+    steps = 1 if size is None and steps is None else steps
+    flag, known = ("--global-batch-size", size) if size is not None else ("--num-steps-per-rollout", steps)
+    if known < 1 or product % known:
+        rule = batch_rule(config, "?" if size is None else size, "?" if steps is None else steps)
+        raise ConfigError(f"{flag} {known} does not divide the rollout: {rule}. Give a divisor of {product}.")
+    return {"global_batch_size": size or product // known, "num_steps_per_rollout": steps or product // known}
 
 
-def _engines(config: Any) -> dict[str, int]:
-    engines, gpus, per_engine = config.rollout_num_engines, config.rollout_num_gpus, config.rollout_num_gpus_per_engine
+def _engines(config: EngineOptions) -> dict[str, int]:
+    engines, gpus, each = config.rollout_num_engines, config.rollout_num_gpus, config.rollout_num_gpus_per_engine
     if engines is not None and gpus is not None:
         return {}
-    if per_engine < 1:
-        raise ConfigError(f"--rollout-num-gpus-per-engine: expected at least 1, got {per_engine}")
-    if gpus is not None:
-        if gpus % per_engine:
-            raise ConfigError(
-                f"--rollout-num-gpus {gpus} is not a multiple of --rollout-num-gpus-per-engine {per_engine}: "
-                f"give {gpus // per_engine * per_engine or per_engine} or {(gpus // per_engine + 1) * per_engine}."
-            )
-        return {"rollout_num_engines": gpus // per_engine}
-    engines = 1 if engines is None else engines
-    return {"rollout_num_engines": engines, "rollout_num_gpus": engines * per_engine}
+    if each < 1:
+        raise ConfigError(f"--rollout-num-gpus-per-engine: expected at least 1, got {each}")
+    if gpus is None:
+        engines = 1 if engines is None else engines
+        return {"rollout_num_engines": engines, "rollout_num_gpus": engines * each}
+    if gpus % each:
+        raise ConfigError(
+            f"--rollout-num-gpus {gpus} is not a multiple of --rollout-num-gpus-per-engine {each}: "
+            f"give {gpus // each * each or each} or {(gpus // each + 1) * each}."
+        )
+    return {"rollout_num_engines": gpus // each}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from agentrl.config.derive import DERIVED, derive, split_names
 from agentrl.config.options import options
@@ -20,12 +20,15 @@ from agentrl.config.serialize import OWNER, read_run_config, run_folder_of
 from agentrl.config.validate import validate, value_problems
 from agentrl.errors import ConfigError
 
+T = TypeVar("T")
+AnyConfig = TypeVar("AnyConfig", Config, EvalConfig)
+
 
 @dataclass(frozen=True)
-class Resolved:
+class Resolved(Generic[AnyConfig]):
     """A configuration and, for each option that has not its general default, where its value came from."""
 
-    config: Any
+    config: AnyConfig
     sources: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """What was accepted and has no effect, a sentence each."""
@@ -41,27 +44,27 @@ def load_eval_config(argv: Sequence[str]) -> EvalConfig:
     return resolve(EvalConfig, argv).config
 
 
-def load_options(option_class: type, argv: Sequence[str]) -> Any:
-    """Options of a small command, declared as a dataclass like the schema's groups. Raises ConfigError."""
+def load_options(option_class: type[T], argv: Sequence[str]) -> T:
+    """Options of a small command, declared as a dataclass like the schema's sections. Raises ConfigError."""
     flags, config_file = parse_flags(option_class, argv)
     if config_file is not None:
         flags.problems.append("--config is taken by `agentrl train` and `agentrl eval` only.")
     return _complete(option_class, [flags])
 
 
-def resolve(config_class: type, argv: Sequence[str]) -> Resolved:
+def resolve(config_class: type[AnyConfig], argv: Sequence[str]) -> Resolved[AnyConfig]:
     """As :func:`load_config`, with the source of each value."""
     flags, config_file = parse_flags(config_class, argv)
     layers = [flags]
     if config_file is not None:
-        layers.insert(0, _file_layer(config_class, config_file))
+        try:
+            layers.insert(0, parse_mapping(config_class, read_file(config_file), config_file))
+        except ConfigError as error:  # it cannot be read at all
+            flags.problems.append(str(error))
     _complete(config_class, layers)
-    run = _run_layer(config_class, layers)
-    if run is not None:
-        layers.insert(0, run)
-    preset = _preset_layer(config_class, layers)
-    if preset is not None:
-        layers.insert(0, preset)
+    for layer in (_run_layer, _preset_layer):
+        if (found := layer(config_class, layers)) is not None:
+            layers.insert(0, found)
     merged = Given()
     for layer in layers:
         for name, value in layer.values.items():
@@ -69,18 +72,17 @@ def resolve(config_class: type, argv: Sequence[str]) -> Resolved:
                 merged.values.pop(name, None)
             merged.put(name, value, layer.sources[name])
     config = derive(config_class(**_expanded(config_class, merged.values)))
-    validate(config, _deliberate(config_class, merged))
+    fields = options(config_class)
+    deliberate = {
+        name: source
+        for name, source in merged.sources.items()
+        if source not in ("preset", "run") and merged.values[name] != fields[name].default
+    }
+    validate(config, deliberate)
     return Resolved(config, merged.sources, tuple(note for layer in layers for note in layer.notes))
 
 
-def _file_layer(config_class: type, path: str) -> Given:
-    try:
-        return parse_mapping(config_class, read_file(path), path)
-    except ConfigError as error:  # it cannot be read at all
-        return Given(problems=[str(error)])
-
-
-def _complete(config_class: type, layers: list[Given]) -> Any:
+def _complete(config_class: type[T], layers: list[Given]) -> T:
     """Options of these layers alone, over the defaults.
 
     Raises:
@@ -94,23 +96,15 @@ def _complete(config_class: type, layers: list[Given]) -> Any:
     return config
 
 
-def _deliberate(config_class: type, given: Given) -> dict[str, str]:
-    """Options somebody set to other than their default by a flag or in a file, and where."""
-    fields = options(config_class)
-    return {
-        name: source
-        for name, source in given.sources.items()
-        if source not in ("preset", "run") and given.values[name] != fields[name].default
-    }
-
-
 def _expanded(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
     """``~`` at the start of paths becomes the home folder."""
-    fields, out = options(config_class), dict(values)
-    for name, value in values.items():
-        if fields[name].is_path and isinstance(value, str) and value.startswith("~"):
-            out[name] = str(Path(value).expanduser())
-    return out
+    fields = options(config_class)
+    home = {
+        name: str(Path(value).expanduser())
+        for name, value in values.items()
+        if fields[name].is_path and isinstance(value, str) and value.startswith("~")
+    }
+    return {**values, **home}
 
 
 def _last(layers: list[Given], name: str) -> Any:
@@ -119,32 +113,32 @@ def _last(layers: list[Given], name: str) -> Any:
 
 def _run_layer(config_class: type, layers: list[Given]) -> Given | None:
     """The configuration of the run to go on from, or to evaluate."""
-    option = "load" if config_class is Config else "run"
-    path = _last(layers, option)
-    if path is None:
-        return None
-    folder = run_folder_of(path)
-    if folder is None:
-        if config_class is EvalConfig:
+    training = config_class is Config
+    path = _last(layers, "load" if training else "run")
+    folder = None if path is None else run_folder_of(path)
+    if path is None or folder is None:
+        if path is not None and not training:
             raise ConfigError(f"--run {path}: not a run folder (no config.json of a training run in it)")
-        _check_without_run(Path(path).expanduser(), layers)
+        if path is not None:
+            _check_without_run(Path(path).expanduser(), layers)
         return None
-    fields = options(config_class)
     of_run = read_run_config(folder)
-    values = {name: value for name, value in of_run.items() if config_class is Config or name in fields}
+    values = {name: value for name, value in of_run.items() if training or name in options(config_class)}
     elsewhere = _last(layers, "output_dir")
     forks = elsewhere is not None and Path(elsewhere).expanduser().resolve() != folder.resolve()
     # What a run saves and exports to is its own: one that forks from it must not replace that.
-    for name in ("load", "output_dir", *(("save", "save_hf") if forks else ())):
-        values.pop(name, None)
-    if config_class is EvalConfig:
-        _keep_what_fits(values, layers)
+    left_out = ["load", "output_dir", *(("save", "save_hf") if forks else ())]
+    if not training:
+        if any(_last(layers, name) for name in ("env", "prompt_data")):  # an evaluation of other environments
+            left_out += ["env", "env_args", "prompt_data", "eval_env", "eval_own_split", "eval_prompt_data"]
+            left_out += BEYOND if values.get("hf_checkpoint") == DEMO else ()
         for name in ("max_response_len", "max_context_len"):
             if _last(layers, f"rollout_{name}") is not None:  # said for this evaluation
-                values.pop(f"eval_{name}", None)
+                left_out.append(f"eval_{name}")
         values["eval_stop"] = of_run.get("eval_stop") or of_run.get("rollout_stop") or ()
+    values = {name: value for name, value in values.items() if name not in left_out}
     given = parse_mapping(config_class, values, str(folder / "config.json")).readable()
-    if config_class is Config:
+    if training:
         given.values["output_dir"] = str(folder)
         for name, roots in DERIVED.items():
             if any(root in layer.values for layer in layers for root in roots):
@@ -177,24 +171,14 @@ def _check_without_run(path: Path, layers: list[Given]) -> None:
         )
 
 
-def _keep_what_fits(values: dict[str, Any], layers: list[Given]) -> None:
-    """Remove from a run's options what does not hold for the evaluation at hand: it may be of other environments."""
-    if not any(_last(layers, name) for name in ("env", "prompt_data")):
-        return
-    tasks = ("env", "env_args", "prompt_data", "eval_env", "eval_own_split", "eval_prompt_data")
-    for name in (*tasks, *(BEYOND if values.get("hf_checkpoint") == DEMO else ())):
-        values.pop(name, None)
-
-
 def _preset_layer(config_class: type, layers: list[Given]) -> Given | None:
     """The preset of the model, where it has one; no model named is the embedded one, unless a server has it."""
     name = _last(layers, "hf_checkpoint") or DEMO
     if _last(layers, "base_url") is not None:
         return None
     env, others = _last(layers, "env") or (), _last(layers, "eval_env") or ()
-    environments = split_names((env,) if isinstance(env, str) else env) + split_names(others)
-    given = preset(name, environments)
+    given = preset(name, split_names((env,) if isinstance(env, str) else env) + split_names(others))
     if not given:
         return None
-    values = {key: value for key, value in given.items() if key in options(config_class)}
-    return Given({**values, "hf_checkpoint": name}, dict.fromkeys([*values, "hf_checkpoint"], "preset"))
+    values = {key: value for key, value in given.items() if key in options(config_class)} | {"hf_checkpoint": name}
+    return Given(values, dict.fromkeys(values, "preset"))

@@ -8,19 +8,86 @@ A reader is handed its section and not the whole: ``config.section(OptimizerOpti
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from agentrl.config.base import OptionSet, Section
-from agentrl.config.evaluation import (
-    EvaluationOptions,
-    EvaluationRunOptions,
-    ServerOptions,
-    TrainingEvaluationOptions,
-)
-from agentrl.config.options import Count, NonNegative, PathText, Positive, Range, Seconds
+from agentrl.config.options import Count, NonNegative, PathText, Positive, Probability, Range, Seconds
 
 Beta = Annotated[float, Range(low=0.0, high=1.0, high_open=True)]
+T = TypeVar("T")
+
+
+class Section:
+    """Options as a frozen dataclass."""
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with ``changes``; nothing is validated or derived again."""
+        return dataclasses.replace(self, **changes)
+
+    def section(self, kind: type[T]) -> T:
+        """The options of one section alone, such as ``OptimizerOptions``: what their reader is handed."""
+        return kind(**{field.name: getattr(self, field.name) for field in dataclasses.fields(kind)})
+
+
+class OptionSet(Section):
+    """What the configurations of both commands can do."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready copy of all options; the embedded model is written as ``"demo"``."""
+        from agentrl.config.serialize import to_dict
+
+        return to_dict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Any:
+        """Inverse of :meth:`to_dict`. Raises ConfigError on an unknown key or a value of the wrong type."""
+        from agentrl.config.serialize import from_dict
+
+        return from_dict(cls, values)
+
+    @property
+    def held_out(self) -> Any:
+        """A copy whose limits and stop strings of episodes are those of evaluation."""
+        return self.replace(
+            rollout_max_response_len=self.eval_max_response_len or self.rollout_max_response_len,
+            rollout_max_context_len=self.eval_max_context_len or self.rollout_max_context_len,
+        )
+
+    @property
+    def longest_context(self) -> int:
+        """Most tokens of an episode, of training or evaluation."""
+        return max(self.rollout_max_context_len, self.eval_max_context_len or 0)
+
+    def env_spec(self) -> tuple[str, dict[str, Any]]:
+        """``(spec, kwargs)`` for :func:`agentrl.make`: the environment, or prompt data as one."""
+        if self.prompt_data is None:
+            return self.env, self.arguments_of(None)
+        spec, kwargs = self.prompt_env_spec(self.prompt_data)
+        return spec, {**kwargs, **self.arguments_of(None)}
+
+    def arguments_of(self, name: str | None) -> dict[str, Any]:
+        """What ``--env-arg NAME.KEY=VALUE`` gave the environment ``name``; None: what was given without a name."""
+        if name is None:
+            return {key: value for key, value in self.env_args.items() if "." not in key}
+        start = name + "."
+        return {key.removeprefix(start): value for key, value in self.env_args.items() if key.startswith(start)}
+
+    def prompt_env_spec(self, path: str) -> tuple[str, dict[str, Any]]:
+        """``(spec, kwargs)`` of the environment over a prompt file (--prompt-data, --eval-prompt-data)."""
+        kwargs = {
+            "path": path,
+            "input_key": self.input_key,
+            "label_key": self.label_key,
+            "metadata_key": self.metadata_key,
+            "apply_chat_template": self.apply_chat_template,
+            "reward": self.custom_rm_path or self.rm_type,
+        }
+        if self.rm_url is not None:
+            kwargs["rm_url"] = self.rm_url
+        if self.streaming_data:
+            kwargs |= {"streaming": True, "workers": self.num_data_workers}
+        return "agentrl.envs.builtin.prompt:PromptEnv", kwargs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +275,91 @@ class LoopOptions:
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
         return self.num_rollout * (self.num_steps_per_rollout or 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions:
+    """Held-out evaluation"""
+
+    eval_tasks: Positive = 200
+    """Held-out tasks of one evaluation, of each environment and file; fixed over the run. All of them where there are
+    fewer."""
+    n_samples_per_eval_prompt: Positive = 1
+    """Episodes per held-out task."""
+    eval_temperature: NonNegative = 0.0
+    """Sampling temperature in evaluation; 0 is greedy."""
+    eval_top_p: Annotated[float, Range(low=0.0, high=1.0, low_open=True)] = 1.0
+    """Nucleus sampling in evaluation: the smallest set of tokens with this much probability."""
+    eval_top_k: Annotated[int, Range(low=-1)] = -1
+    """Most likely tokens to sample from in evaluation; -1 for all."""
+    eval_max_response_len: Positive | None = None
+    """Most tokens of one model turn in evaluation; unset: --rollout-max-response-len."""
+    eval_max_context_len: Positive | None = None
+    """Most tokens of an episode in evaluation; unset: --rollout-max-context-len."""
+    eval_stop: tuple[str, ...] = ()
+    """Text that ends a model turn in evaluation, in place of --rollout-stop. Several texts, or repeatable."""
+    eval_prompt_data: tuple[tuple[str, PathText], ...] = ()
+    """A named held-out task file, evaluated beside the environment's own: NAME PATH. Several pairs, or repeatable.
+    Arguments for one alone are `--env-arg NAME.KEY=VALUE`."""
+    eval_env: tuple[str, ...] = ()
+    """A further environment whose held-out split is evaluated, under its name. Repeatable, or several with commas
+    between; its arguments are `--env-arg NAME.KEY=VALUE`."""
+    eval_own_split: bool = True
+    """Evaluate on the held-out split of the environment (of training: the one trained on) too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingEvaluationOptions:
+    """Held-out evaluation in training"""
+
+    eval_interval: Count = 0
+    """Rollouts between held-out evaluations (also one before the first and one after the last); 0 for none."""
+    eval_before_train: bool = True
+    """Evaluate before the first rollout too."""
+    best_metric: str | None = None
+    """Metric of an evaluation by which the best checkpoint is kept beside the newest ones, such as
+    `eval/search/success`; the larger the better. A checkpoint is then written at each evaluation. Unset: none is kept
+    for that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """A server in place of engines"""
+
+    base_url: str | None = None
+    """Address of an OpenAI-compatible server (`http://127.0.0.1:8000/v1`): it is the policy, and no engine is
+    started."""
+    model: str | None = None
+    """Name of the model on that server; unset: the only one that it lists."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the server's key; without it, none is sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRunOptions:
+    """Evaluation run"""
+
+    run: PathText | None = None
+    """Training run of which a checkpoint is evaluated, with that run's environment and limits; in place of
+    --hf-checkpoint."""
+    checkpoint: str = "newest"
+    """Checkpoint of --run: `newest`, `best` (see --best-metric of training), or its number of rollouts."""
+    split: str = "test"
+    """Split to evaluate. The training split is taken only when it is asked for by name, and the report says so."""
+    task_id: tuple[str, ...] = ()
+    """A task to evaluate, in place of --eval-tasks of them: its id (`search/test/17`) or its number in the split
+    (`17`). Repeatable."""
+    eval_time_limit: Seconds | None = None
+    """Wall time in seconds after which no further episode is started; those that run are finished, the rest is left
+    to a rerun of the same command."""
+    max_retries: Count = 2
+    """Further attempts of an episode that ended for reasons of infrastructure. Others are never tried again."""
+    fail_on_error: Probability = 0.0
+    """Largest share of episodes that may end for reasons of infrastructure, after all attempts, for exit code 0."""
+    rescore: bool = False
+    """Generate nothing: apply the rewards as they are now to the episodes stored in --output-dir."""
+    json: bool = False
+    """Print the summary to standard output as one JSON object, and all else to standard error."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from agentrl.config.megatron_options import problems as megatron_problems
 from agentrl.config.options import options
 from agentrl.config.schema import Config, EvalConfig
 from agentrl.config.template import template_problems
-from agentrl.config.validate_eval import evaluated, rescored
 from agentrl.errors import ConfigError
 
+Explicit = Mapping[str, str]
+"""Options that were given on purpose, and where (``--lr``, or file and key)."""
 
-def validate(config: Config | EvalConfig, explicit: Mapping[str, str] | None = None) -> None:
+
+def validate(config: Config | EvalConfig, explicit: Explicit | None = None) -> None:
     """Check ``config``, whose derived options are filled.
 
     Args:
@@ -30,26 +32,19 @@ def validate(config: Config | EvalConfig, explicit: Mapping[str, str] | None = N
     Raises:
         ConfigError: One line for each problem.
     """
+    given = explicit or {}
     problems = list(value_problems(config))
     if not problems and isinstance(config, EvalConfig) and config.rescore:
-        problems += rescored(config, explicit or {})
-        problems += _import_path("--custom-rm-path", config.custom_rm_path)
+        problems += [*_rescored(config, given), *import_problems("--custom-rm-path", config.custom_rm_path)]
     elif not problems:  # relations between values that are wrong in themselves would only repeat it
-        problems += _environment(config, explicit or {})
-        problems += _lengths(config)
-        problems += _times(config, explicit or {})
+        problems += [*_tasks(config, given), *_limits(config, given)]
         if not (isinstance(config, EvalConfig) and config.base_url is not None):
             problems += _model(config)
         if isinstance(config, EvalConfig):
-            problems += evaluated(config, explicit or {})
-        if isinstance(config, Config):
-            problems += _batch(config)
-            problems += _sampling(config)
-            problems += _layout(config)
-            problems += _schedule(config)
-            problems += _without_effect(config, explicit or {})
-        problems += _engines(config, explicit or {})
-        problems += template_problems(config)
+            problems += _evaluated(config, given)
+        else:
+            problems += [*_batch(config), *_layout(config), *_numbers(config), *_without_effect(config, given)]
+        problems += [*_engines(config, given), *template_problems(config)]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -70,9 +65,15 @@ def value_problems(config: Any) -> Iterator[str]:
         yield from remote_code(config.sglang, config.allow_remote_code)
 
 
-def _environment(config: Config | EvalConfig, explicit: Mapping[str, str]) -> Iterator[str]:
-    files_alone = isinstance(config, EvalConfig) and bool(config.eval_prompt_data)
-    if not config.env and config.prompt_data is None and not files_alone:
+# -- tasks and rewards ---------------------------------------------------------------------------------------
+
+
+def _tasks(config: Config | EvalConfig, given: Explicit) -> Iterator[str]:
+    if (
+        not config.env
+        and config.prompt_data is None
+        and not (isinstance(config, EvalConfig) and config.eval_prompt_data)
+    ):
         alone = ", or --eval-prompt-data NAME FILE" if isinstance(config, EvalConfig) else ""
         yield (
             "No environment: give --env NAME (`agentrl env list` shows them), --env path/to/file.py:Class, or "
@@ -80,53 +81,40 @@ def _environment(config: Config | EvalConfig, explicit: Mapping[str, str]) -> It
         )
     if config.env and config.prompt_data is not None:
         named = config.env if isinstance(config.env, str) else ",".join(config.env)
-        yield (f"--env {named} and --prompt-data {config.prompt_data} exclude each other: tasks come from one of them.")
-    files = [("--prompt-data", config.prompt_data)] if config.prompt_data is not None else []
+        yield f"--env {named} and --prompt-data {config.prompt_data} exclude each other: tasks come from one of them."
     names = [name for name, _ in config.eval_prompt_data]
     for name in sorted({n for n in names if names.count(n) > 1}):
         yield f"--eval-prompt-data: the name {name!r} is given more than once; results are reported by name."
     for name in names:
         if not re.fullmatch(r"[\w.-]+", name):
             yield f"--eval-prompt-data: the name {name!r} becomes a file name: letters, digits, '-', '_' and '.' only."
+    files = [("--prompt-data", config.prompt_data)] if config.prompt_data is not None else []
     files += [(f"--eval-prompt-data {name}", path) for name, path in config.eval_prompt_data]
     for flag, path in files:
-        yield from _task_data(flag, path)
-    if "num_data_workers" in explicit and not config.streaming_data:
-        yield f"{explicit['num_data_workers']} has no effect without --streaming-data."
-    if not files:
-        if "streaming_data" in explicit:
-            yield f"{explicit['streaming_data']} has no effect without --prompt-data or --eval-prompt-data."
-        for name in ("input_key", "label_key", "metadata_key", "apply_chat_template", "rm_type", "custom_rm_path"):
-            if name in explicit:
-                yield (
-                    f"{explicit[name]} has no effect without --prompt-data or --eval-prompt-data; an environment "
-                    "computes its own reward."
-                )
-    if config.custom_rm_path is not None and "rm_type" in explicit:
-        yield f"{explicit['rm_type']} and --custom-rm-path exclude each other: there is one reward."
+        if not Path(path).exists():
+            if not glob.has_magic(path) and ":" in path:
+                yield from import_problems(flag, path)
+            elif not (glob.has_magic(path) and glob.glob(path, recursive=True)):
+                yield f"{flag}: no {'file matches' if glob.has_magic(path) else 'such file'}: {path}"
+    if "num_data_workers" in given and not config.streaming_data:
+        yield f"{given['num_data_workers']} has no effect without --streaming-data."
+    rewards = ("input_key", "label_key", "metadata_key", "apply_chat_template", "rm_type", "custom_rm_path")
+    for name in ("streaming_data", *rewards) if not files else ():
+        if name in given:
+            own = "; an environment computes its own reward" if name in rewards else ""
+            yield f"{given[name]} has no effect without --prompt-data or --eval-prompt-data{own}."
+    if config.custom_rm_path is not None and "rm_type" in given:
+        yield f"{given['rm_type']} and --custom-rm-path exclude each other: there is one reward."
     if (config.rm_type == "remote_rm") != (config.rm_url is not None):
         yield "--rm-type remote_rm and --rm-url ADDRESS belong together: one of them is missing."
     elif config.rm_url is not None and not config.rm_url.startswith(("http://", "https://")):
         yield f"--rm-url: expected http://HOST:PORT/PATH, got {config.rm_url!r}"
     for name in ("custom_rm_path", "custom_generate_function_path", "data_source_path"):
-        yield from _import_path("--" + name.replace("_", "-"), getattr(config, name, None))
+        yield from import_problems("--" + name.replace("_", "-"), getattr(config, name, None))
 
 
-def _task_data(flag: str, source: str) -> Iterator[str]:
-    """A path, a glob that matches, or the name of a function."""
-    if Path(source).exists():
-        return
-    if glob.has_magic(source):
-        if not glob.glob(source, recursive=True):
-            yield f"{flag}: no file matches: {source}"
-    elif ":" in source:
-        yield from _import_path(flag, source)
-    else:
-        yield f"{flag}: no such file: {source}"
-
-
-def _import_path(flag: str, spec: str | None) -> Iterator[str]:
-    """``module:name`` or ``file.py:name``; a named file must be there."""
+def import_problems(flag: str, spec: str | None) -> Iterator[str]:
+    """What is wrong with ``module:name`` or ``file.py:name``; a named file must be there."""
     if spec is None:
         return
     place, sep, attribute = spec.rpartition(":")
@@ -138,109 +126,95 @@ def _import_path(flag: str, spec: str | None) -> Iterator[str]:
         yield f"{flag}: no such file: {place}"
 
 
-def _lengths(config: Config | EvalConfig) -> Iterator[str]:
-    for limits, response, context in (
-        (config, "--rollout-max-response-len", "--rollout-max-context-len"),
-        (
-            config.held_out,
-            "--eval-max-response-len" if config.eval_max_response_len else "--rollout-max-response-len",
-            "--eval-max-context-len" if config.eval_max_context_len else "--rollout-max-context-len",
-        ),
-    ):
-        if limits.rollout_max_response_len >= limits.rollout_max_context_len:
-            yield (
-                f"{response} {limits.rollout_max_response_len} leaves no room for a prompt in {context} "
-                f"{limits.rollout_max_context_len}: it must be smaller."
-            )
-            return
-
-
-def _times(config: Config | EvalConfig, explicit: Mapping[str, str]) -> Iterator[str]:
-    if "episode_step_timeout" in explicit and config.episode_step_timeout > config.episode_timeout:
+def _limits(config: Config | EvalConfig, given: Explicit) -> Iterator[str]:
+    for limits, side in ((config, "rollout"), (config.held_out, "eval")):
+        response, context = limits.rollout_max_response_len, limits.rollout_max_context_len
+        if response >= context:
+            flags = [
+                f"--{side if getattr(config, f'{side}_{name}') else 'rollout'}-{name.replace('_', '-')}"
+                for name in ("max_response_len", "max_context_len")
+            ]
+            yield f"{flags[0]} {response} leaves no room for a prompt in {flags[1]} {context}: it must be smaller."
+            break
+    if "episode_step_timeout" in given and config.episode_step_timeout > config.episode_timeout:
         yield (
             f"--episode-step-timeout {config.episode_step_timeout:g} has no effect: --episode-timeout "
             f"{config.episode_timeout:g} ends the whole episode before."
         )
 
 
-def _read_model(folder: str) -> tuple[dict[str, Any] | None, str | None]:
-    """``(config.json of a model folder, problem)``; one of them is None."""
+# -- the model -----------------------------------------------------------------------------------------------
+
+
+def _read_model(folder: str) -> dict[str, Any] | str:
+    """``config.json`` of a model folder, or what is wrong with it."""
     file = Path(folder) / "config.json"
     if not Path(folder).is_dir():
-        hint = (
-            " A model of the Hub is not fetched by itself: `hf download` it and give the folder."
-            if folder.count("/") == 1 and not folder.startswith((".", "/"))
-            else ""
-        )
-        return None, f"no such folder: {folder}.{hint}"
+        of_the_hub = folder.count("/") == 1 and not folder.startswith((".", "/"))
+        hint = " A model of the Hub is not fetched by itself: `hf download` it and give the folder."
+        return f"no such folder: {folder}.{hint if of_the_hub else ''}"
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        return None, f"not a model in Hugging Face form, {file} cannot be read: {error}"
-    return (values, None) if isinstance(values, dict) else (None, f"{file} holds no options")
+        return f"not a model in Hugging Face form, {file} cannot be read: {error}"
+    return values if isinstance(values, dict) else f"{file} holds no options"
 
 
 def _model(config: Config | EvalConfig) -> Iterator[str]:
     if config.hf_checkpoint is None:
         yield "--hf-checkpoint: expected a folder with a model in Hugging Face form, got nothing"
         return
-    model, problem = _read_model(config.hf_checkpoint)
-    if model is None:
-        yield f"--hf-checkpoint: {problem}"
+    model = _read_model(config.hf_checkpoint)
+    if isinstance(model, str):
+        yield f"--hf-checkpoint: {model}"
         return
     positions = model.get("max_position_embeddings")
     for name in ("rollout_max_context_len", "eval_max_context_len"):
-        given = getattr(config, name)
-        if isinstance(positions, int) and given is not None and given > positions:
+        length = getattr(config, name)
+        if isinstance(positions, int) and length is not None and length > positions:
             yield (
-                f"--{name.replace('_', '-')} {given} is more than the model's max_position_embeddings {positions}: "
+                f"--{name.replace('_', '-')} {length} is more than the model's max_position_embeddings {positions}: "
                 f"give at most {positions}."
             )
     if isinstance(config, Config):
         for problem in not_computed(model):
             yield f"--hf-checkpoint {config.hf_checkpoint}: in config.json, {problem}."
-        if config.ref_load is not None and config.use_kl_loss:
-            problem = _read_model(config.ref_load)[1]
-            if problem is not None:
-                yield f"--ref-load: {problem}"
-        yield from _shape(config, model)
+        if (
+            config.ref_load is not None
+            and config.use_kl_loss
+            and isinstance(problem := _read_model(config.ref_load), str)
+        ):
+            yield f"--ref-load: {problem}"
+        yield from megatron_problems(config.megatron, model)
+        yield from _parallel(config, model)
 
 
-def _shape(config: Config, model: dict[str, Any]) -> Iterator[str]:
-    """Megatron's own flags and the parallel layout against the model."""
-    yield from megatron_problems(config.megatron, model)
-    for flag, parts, key in (
-        ("--tensor-model-parallel-size", config.tensor_model_parallel_size, "num_attention_heads"),
-        ("--tensor-model-parallel-size", config.tensor_model_parallel_size, "num_key_value_heads"),
-        ("--pipeline-model-parallel-size", config.pipeline_model_parallel_size, "num_hidden_layers"),
-    ):
-        size = model.get(key)
-        uneven = key == "num_hidden_layers" and any(
-            name.endswith(("pipeline_stage", "_layout", "pipeline_split")) for name in config.megatron
-        )
-        if isinstance(size, int) and size % parts and not uneven:
-            yield f"{flag} {parts} does not divide the model's {key} {size}."
-    experts = next(
-        (
-            model[key]
-            for key in ("num_experts", "n_routed_experts", "num_local_experts")
-            if isinstance(model.get(key), int)
-        ),
-        0,
-    )
+def _parallel(config: Config, model: dict[str, Any]) -> Iterator[str]:
+    """The parallel layout against the model."""
+    tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    sizes = [(f"--tensor-model-parallel-size {tensor}", tensor, "num_attention_heads")]
+    sizes += [(f"--tensor-model-parallel-size {tensor}", tensor, "num_key_value_heads")]
+    if not any(name.endswith(("pipeline_stage", "_layout", "pipeline_split")) for name in config.megatron):
+        sizes += [(f"--pipeline-model-parallel-size {pipeline}", pipeline, "num_hidden_layers")]
+    for given, parts, key in sizes:
+        if isinstance(size := model.get(key), int) and size % parts:
+            yield f"{given} does not divide the model's {key} {size}."
+    keys = ("num_experts", "n_routed_experts", "num_local_experts")
+    experts = next((model[key] for key in keys if isinstance(model.get(key), int)), 0)
     if config.expert_model_parallel_size > 1 and (not experts or experts % config.expert_model_parallel_size):
         has = f"has {experts} experts" if experts else "has no experts"
         yield f"--expert-model-parallel-size {config.expert_model_parallel_size} does not fit: the model {has}."
+
+
+# -- training ------------------------------------------------------------------------------------------------
 
 
 def _batch(config: Config) -> Iterator[str]:
     product = config.rollout_batch_size * config.n_samples_per_prompt
     size, steps = config.global_batch_size, config.num_steps_per_rollout
     if size is None or steps is None or product != size * steps:
-        yield (
-            f"The batch does not add up: {batch_rule(config, size, steps)}. Change one of the four, or leave "
-            "--global-batch-size out."
-        )
+        rule = batch_rule(config, size, steps)
+        yield f"The batch does not add up: {rule}. Change one of the four, or leave --global-batch-size out."
     elif size < config.data_parallel_size:
         yield (
             f"--global-batch-size {size} is less than the {config.data_parallel_size} data-parallel ranks: each "
@@ -251,45 +225,31 @@ def _batch(config: Config) -> Iterator[str]:
             "--n-samples-per-prompt 1 teaches nothing: grpo compares the episodes of one task, and one alone has "
             "advantage 0. Give at least 2."
         )
-
-
-def _sampling(config: Config) -> Iterator[str]:
     if config.rollout_top_p != 1.0:
         yield (
-            f"--rollout-top-p {config.rollout_top_p:g} cannot be trained on: the engine's log-probabilities are "
-            "of the full softmax, "
-            "before truncation, so the ratio between trainer and rollout would be wrong. Leave it at 1."
+            f"--rollout-top-p {config.rollout_top_p:g} cannot be trained on: the engine's log-probabilities are of the "
+            "full softmax, before truncation, so the ratio between trainer and rollout would be wrong. Leave it at 1."
         )
 
 
 def _layout(config: Config) -> Iterator[str]:
-    tensor, pipeline, context = (
-        config.tensor_model_parallel_size,
-        config.pipeline_model_parallel_size,
-        config.context_parallel_size,
-    )
+    tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    context, expert = config.context_parallel_size, config.expert_model_parallel_size
     if context > 1:
         yield (
             f"--context-parallel-size {context} is not available yet: splitting a sequence needs TransformerEngine's "
             "attention, which the trainer does not use so far. Leave it at 1."
         )
         return
+    stage = tensor * config.data_parallel_size * context
     if config.world_size % config.model_parallel_size:
         yield (
             f"The trainer has --actor-num-nodes {config.actor_num_nodes} × --actor-num-gpus-per-node "
-            f"{config.actor_num_gpus_per_node} = "
-            f"{config.world_size} ranks, not a multiple of tensor {tensor} × pipeline {pipeline} × context "
-            f"{context} = {config.model_parallel_size}."
+            f"{config.actor_num_gpus_per_node} = {config.world_size} ranks, not a multiple of tensor {tensor} × "
+            f"pipeline {pipeline} × context {context} = {config.model_parallel_size}."
         )
-    elif (
-        config.expert_model_parallel_size > 1
-        and (tensor * config.data_parallel_size * context) % config.expert_model_parallel_size
-    ):
-        yield (
-            f"--expert-model-parallel-size {config.expert_model_parallel_size} does not divide the "
-            f"{tensor * config.data_parallel_size * context} "
-            f"ranks of one pipeline stage."
-        )
+    elif expert > 1 and stage % expert:
+        yield f"--expert-model-parallel-size {expert} does not divide the {stage} ranks of one pipeline stage."
     if config.sequence_parallel and tensor == 1:
         yield (
             "--sequence-parallel splits activations between tensor-parallel ranks: it needs "
@@ -297,7 +257,7 @@ def _layout(config: Config) -> Iterator[str]:
         )
 
 
-def _schedule(config: Config) -> Iterator[str]:
+def _numbers(config: Config) -> Iterator[str]:
     if config.lr_warmup_steps > config.total_steps:
         yield f"--lr-warmup-steps {config.lr_warmup_steps} is more than the run's {config.total_steps} optimizer steps."
     if config.min_lr > config.lr:
@@ -312,27 +272,26 @@ def _schedule(config: Config) -> Iterator[str]:
         )
 
 
-_NEEDS = {
-    "micro_batch_size": ("--no-use-dynamic-batch-size", lambda c: not c.use_dynamic_batch_size),
-    "max_tokens_per_gpu": ("--use-dynamic-batch-size", lambda c: c.use_dynamic_batch_size),
-    "kl_loss_coef": ("--use-kl-loss", lambda c: c.use_kl_loss),
-    "kl_loss_type": ("--use-kl-loss", lambda c: c.use_kl_loss),
-    "ref_load": ("--use-kl-loss", lambda c: c.use_kl_loss),
-    "wandb_project": ("--use-wandb", lambda c: c.use_wandb),
-    "min_lr": ("--lr-decay-style linear or cosine", lambda c: c.lr_decay_style != "constant"),
-    "eval_prompt_data": ("--eval-interval", lambda c: c.eval_interval > 0),
-    "eval_env": ("--eval-interval", lambda c: c.eval_interval > 0),
-    "eval_own_split": ("--eval-interval", lambda c: c.eval_interval > 0),
-    "eval_before_train": ("--eval-interval", lambda c: c.eval_interval > 0),
-    "best_metric": ("--eval-interval", lambda c: c.eval_interval > 0),
+_NEEDS: dict[str, tuple[Callable[[Config], bool], tuple[str, ...]]] = {
+    "--no-use-dynamic-batch-size": (lambda c: not c.use_dynamic_batch_size, ("micro_batch_size",)),
+    "--use-dynamic-batch-size": (lambda c: c.use_dynamic_batch_size, ("max_tokens_per_gpu",)),
+    "--use-kl-loss": (lambda c: c.use_kl_loss, ("kl_loss_coef", "kl_loss_type", "ref_load")),
+    "--use-wandb": (lambda c: c.use_wandb, ("wandb_project",)),
+    "--lr-decay-style linear or cosine": (lambda c: c.lr_decay_style != "constant", ("min_lr",)),
+    "--eval-interval": (
+        lambda c: c.eval_interval > 0,
+        ("eval_prompt_data", "eval_env", "eval_own_split", "eval_before_train", "best_metric"),
+    ),
 }
+"""What an option does nothing without -> whether it holds, and the options."""
 
 
-def _without_effect(config: Config, explicit: Mapping[str, str]) -> Iterator[str]:
+def _without_effect(config: Config, given: Explicit) -> Iterator[str]:
     """Options given on purpose that would do nothing."""
-    for name, (needed, holds) in _NEEDS.items():
-        if name in explicit and not holds(config):
-            yield f"{explicit[name]} has no effect without {needed}."
+    for needed, (holds, names) in _NEEDS.items():
+        for name in names:
+            if name in given and not holds(config):
+                yield f"{given[name]} has no effect without {needed}."
     dotted = sorted(key for key in config.env_args if "." in key)
     if dotted and not config.eval_env and not config.eval_prompt_data:
         yield (
@@ -341,12 +300,92 @@ def _without_effect(config: Config, explicit: Mapping[str, str]) -> Iterator[str
         )
 
 
-def _engines(config: Config | EvalConfig, explicit: Mapping[str, str]) -> Iterator[str]:
+def _engines(config: Config | EvalConfig, given: Explicit) -> Iterator[str]:
     engines, gpus, each = config.rollout_num_engines, config.rollout_num_gpus, config.rollout_num_gpus_per_engine
     if engines is not None and gpus is not None and engines * each != gpus:
         yield (
             f"--rollout-num-engines {engines} × --rollout-num-gpus-per-engine {each} = {engines * each}, but "
             f"--rollout-num-gpus is {gpus}."
         )
-    if config.deterministic and isinstance(config, EvalConfig) and "threads" in explicit:
-        yield f"{explicit['threads']} has no effect with --deterministic: each engine has one thread."
+    if config.deterministic and isinstance(config, EvalConfig) and "threads" in given:
+        yield f"{given['threads']} has no effect with --deterministic: each engine has one thread."
+
+
+# -- agentrl eval --------------------------------------------------------------------------------------------
+
+
+def checkpoint_problem(checkpoint: str) -> str | None:
+    """What is wrong with ``--checkpoint``, in each command that takes it; None where nothing is."""
+    if checkpoint in ("newest", "best") or checkpoint.isdecimal():
+        return None
+    return f"--checkpoint: expected newest, best or a number of rollouts, got {checkpoint!r}"
+
+
+def _evaluated(config: EvalConfig, given: Explicit) -> Iterator[str]:
+    """One model, and no option about tasks that are not there."""
+    if config.base_url is not None:
+        yield from _served(config, given)
+    needs = {"--base-url": (config.base_url, ("model", "api_key_env")), "--run": (config.run, ("checkpoint",))}
+    for needed, (value, names) in needs.items():
+        for name in names if value is None else ():
+            if name in given:
+                yield f"{given[name]} has no effect without {needed}."
+    if problem := checkpoint_problem(config.checkpoint):
+        yield problem
+    if config.task_id and "eval_tasks" in given:
+        yield f"{given['eval_tasks']} and --task-id exclude each other: the tasks are those named."
+    if len(config.env) > 1 and not config.eval_own_split:
+        yield "--no-eval-own-split has no effect with several --env: each of them is a set."
+    dotted = sorted(key for key in config.env_args if "." in key)
+    plain = sorted(key for key in config.env_args if "." not in key)
+    if len(config.env) > 1 and plain:
+        yield (
+            f"--env-arg {plain[0]} could be meant for any of {', '.join(config.env)}: write "
+            f"--env-arg NAME.{plain[0]}=VALUE with the name of one of them."
+        )
+    if len(config.env) < 2 and dotted and not config.eval_env and not config.eval_prompt_data:
+        yield f"--env-arg {dotted[0]}: there is one environment, so write the argument without a name before it."
+    if config.run is not None and "hf_checkpoint" in given:
+        yield (
+            f"--run {config.run} and {given['hf_checkpoint']} {config.hf_checkpoint} exclude each other: the model "
+            "is the run's newest checkpoint. To evaluate another model, leave --run out and name the environment."
+        )
+    if not config.env and config.prompt_data is None:
+        if "split" in given and not config.eval_env:
+            yield f"{given['split']} has no effect without --env or --prompt-data."
+        if plain and "env_args" in given:
+            yield (
+                f"--env-arg {plain[0]} has no effect without --env or --prompt-data: for a set of --eval-prompt-data, "
+                f"write --env-arg NAME.{plain[0]}=VALUE with its name."
+            )
+
+
+RESCORING = (
+    *("rescore", "output_dir", "custom_rm_path", "sandbox"),
+    *("rollout_concurrency", "episode_timeout", "json", "log_level"),
+)
+"""Options that count when stored episodes are scored anew; the rest is as it was when they were played."""
+
+
+def _rescored(config: EvalConfig, given: Explicit) -> Iterator[str]:
+    """What scoring anew needs, and what has no part in it."""
+    if config.output_dir is None:
+        yield "--rescore needs --output-dir: the folder of the evaluation whose episodes are scored anew."
+    for name in given:
+        if name not in RESCORING:
+            yield f"{given[name]} has no effect with --rescore: environment and episodes are those of the folder."
+
+
+def _served(config: EvalConfig, given: Explicit) -> Iterator[str]:
+    """What a policy behind a server needs, and what is of engines only."""
+    if not re.match(r"https?://[^/]", config.base_url or ""):
+        yield f"--base-url: expected http://HOST:PORT/v1 or https://..., got {config.base_url!r}"
+    engines = ("run", "hf_checkpoint", "rollout_num_engines", "rollout_num_gpus", "sglang", "deterministic")
+    for name in (*engines, "chat_template", "chat_template_date"):
+        if name in given:
+            why = (
+                "the policy is the server's, no engine starts"
+                if name in engines
+                else "the chat template is the server's"
+            )
+            yield f"--base-url and {given[name]} exclude each other: {why}."

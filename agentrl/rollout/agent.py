@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.config.variables import checked_variables
+from agentrl.config.template import checked_variables
 from agentrl.errors import ConfigError, EnvError
 from agentrl.rewards.number import checked_reward
 from agentrl.rollout.conversation import AUTHOR_ROLES, Conversation
