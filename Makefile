@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 3 --timeout 60
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-heavy bench lint docs clean
+.PHONY: help venv demo test test-heavy bench lint package docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -40,6 +40,9 @@ bench: $(STAMP) ## run the benchmarks and print the table of figures
 
 lint: $(STAMP) ## check style
 	@$(BIN)/python -m ruff check agentrl tests benchmarks envs_examples
+
+package: $(STAMP) ## build dist/*, check it, and try the wheel in an empty environment
+	@sh requirements/package.sh "$(BIN)/python" dist
 
 docs: $(STAMP) ## write docs/configuration.md anew
 	@$(BIN)/python -m agentrl.config.docs docs/configuration.md
