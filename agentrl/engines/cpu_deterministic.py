@@ -33,14 +33,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+
+from agentrl.engines.cpu_attention import QUERY_CHUNK, Part, PlannedAttention, attend, use_attention
 
 TILE = 32
 """Rows of each matrix product."""
 KEY_BLOCK = 512
 """Keys that torch's flash attention on the CPU sums at once; whole blocks of masked keys change no bit."""
-QUERY_CHUNK = 256
-"""Query tokens of a prompt in one call, which bounds the memory of their mask. No result depends on it."""
 
 _library: torch.library.Library | None = None
 
@@ -50,13 +49,9 @@ def install() -> None:
     import sglang.srt.batch_invariant_ops as batch_invariant_ops
     from sglang.srt.arg_groups import choices
     from sglang.srt.layers import sampler
-    from sglang.srt.layers.attention import attention_registry
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
-    attention = type("InvariantAttention", (InvariantAttention, TorchNativeAttnBackend), {})
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
-    attention_registry.ATTENTION_BACKENDS["torch_native"] = attention
+    use_attention(InvariantAttention)
     batch_invariant_ops.enable_batch_invariant_mode = use_tiled_products
     sampler.sampling_from_probs_torch = sample_probabilities
     sampler.multinomial_with_seed = sample_log_probabilities
@@ -114,124 +109,57 @@ def _product_is_invariant(depth: int, width: int, dtype: torch.dtype) -> bool:
 # Attention.
 
 
-class InvariantAttention:
+class InvariantAttention(PlannedAttention):
     """Attention of which each query token is computed alike, in a prompt and alone. Mixed into SGLang's own for torch.
 
     A token's queries are the rows of one call of flash attention, the heads that share a key head together. The
     tokens of a call, and the sequences, are its batch, whose entries it computes one by one.
     """
 
-    _plan: list[tuple[Tensor, Tensor, Tensor]] | None
+    def plan(self, table: Tensor, requests: Tensor, lengths: Tensor, new: Tensor, bytes_a_key: int) -> list[Part]:
+        return plan_invariant(table, requests, lengths, new)
 
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Forget the last batch."""
-        super().init_forward_metadata(forward_batch)
-        self._plan = None
+    def attend(self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float | None) -> Tensor:
+        if query.dtype != torch.float32:
+            self.other("attend", query)
+        groups = k_cache.shape[1]
+        _check_shape(_attention_is_invariant, groups, query.shape[1] // groups, query.shape[2], v_cache.shape[2])
+        return super().attend(query, output, k_cache, v_cache, scale)
 
-    def _run_sdpa_forward_decode(
-        self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, req_to_token: Tensor,
-        req_pool_indices: Tensor, seq_lens: Tensor, encoder_lens: Tensor | None = None, scaling: float | None = None,
-        sliding_window_size: int | None = None, **_: Any,
-    ) -> Tensor:  # fmt: skip
-        _refuse_other_attention(encoder_lens, sliding_window_size)
-        if self._plan is None:
-            self._plan = plan_decode(req_to_token, req_pool_indices, seq_lens)
-            _check_attention(query, k_cache, v_cache)
-        return attend(query, output, k_cache, v_cache, self._plan, scaling)
-
-    def _run_sdpa_forward_extend(
-        self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, req_to_token: Tensor,
-        req_pool_indices: Tensor, seq_lens: Tensor, extend_prefix_lens: Tensor, extend_seq_lens: Tensor,
-        encoder_lens: Tensor | None = None, scaling: float | None = None, causal: bool = False,
-        sliding_window_size: int | None = None, **_: Any,
-    ) -> Tensor:  # fmt: skip
-        _refuse_other_attention(encoder_lens, sliding_window_size, causal)
-        if self._plan is None:
-            self._plan = plan_extend(req_to_token, req_pool_indices, seq_lens, extend_seq_lens)
-            _check_attention(query, k_cache, v_cache)
-        return attend(query, output, k_cache, v_cache, self._plan, scaling)
+    def other(self, method: str, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError(
+            "the deterministic mode on the CPU has causal self-attention over the whole sequence, in float32; "
+            f"this model asks for something else ({query.dtype}, {kwargs})"
+        )
 
 
-def plan_decode(req_to_token: Tensor, requests: Tensor, lengths: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """One token a sequence: a part for all sequences of as many blocks of keys. See :func:`attend`."""
-    blocks = (lengths - 1) // KEY_BLOCK + 1
-    plan = []
-    for count in blocks.unique().tolist():
-        rows = (blocks == count).nonzero().view(-1)
-        last = lengths[rows] - 1
-        slots = _slots(req_to_token, requests[rows], lengths[rows, None], count * KEY_BLOCK)
-        plan.append((rows, slots, _mask(last, count * KEY_BLOCK)))
-    return plan
+def plan_invariant(table: Tensor, requests: Tensor, lengths: Tensor, new: Tensor) -> list[Part]:
+    """Tokens one by one, with whole blocks of keys. See :meth:`PlannedAttention.plan`.
 
-
-def plan_extend(
-    req_to_token: Tensor, requests: Tensor, lengths: Tensor, new: Tensor
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The last ``new[i]`` tokens of each sequence: a part for each, or several for many. See :func:`attend`."""
+    The tokens of a prompt are a part, or several; where each sequence has one token, all with as many blocks are.
+    """
+    if bool((new == 1).all()):
+        blocks = (lengths - 1) // KEY_BLOCK + 1
+        chosen = [(blocks == count).nonzero().view(-1) for count in blocks.unique()]
+        return [_tokens(rows, lengths[rows] - 1, table, requests[rows], lengths[rows]) for rows in chosen]
     plan, start = [], 0
-    for request, length, count in zip(requests, lengths.tolist(), new.tolist(), strict=True):
+    for i, (length, count) in enumerate(zip(lengths.tolist(), new.tolist(), strict=True)):
         for first in range(0, count, QUERY_CHUNK):
-            size = min(QUERY_CHUNK, count - first)
-            positions = torch.arange(size) + (length - count + first)
-            padded = -(-(int(positions[-1]) + 1) // KEY_BLOCK) * KEY_BLOCK
-            slots = _slots(req_to_token, request[None], lengths.new_tensor([[length]]), padded)
-            plan.append((torch.arange(size) + start + first, slots, _mask(positions, padded)))
+            within = torch.arange(first, min(first + QUERY_CHUNK, count))
+            at = length - count + within
+            plan.append(_tokens(start + within, at, table, requests[i : i + 1], lengths[i : i + 1]))
         start += count
     return plan
 
 
-def attend(
-    query: Tensor,
-    output: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    plan: list[tuple[Tensor, Tensor, Tensor]],
-    scale: float | None = None,
-) -> Tensor:
-    """Causal attention of ``query`` ``[tokens, heads, dim]`` into ``output``, over keys and values in the cache.
-
-    Each part of ``plan`` is ``(rows [n] of query, slots [s, keys] in the cache, mask [n, 1, 1, keys])``; its tokens
-    belong to s = n sequences or to one.
-    """
-    groups = k_cache.shape[1]
-    for rows, slots, mask in plan:
-        keys, values = (
-            cache.view(len(cache), -1)
-            .index_select(0, slots.view(-1))
-            .view(*slots.shape, *cache.shape[1:])
-            .transpose(1, 2)
-            .expand(len(rows), -1, -1, -1)
-            for cache in (k_cache, v_cache)
-        )
-        queries = query[rows].view(len(rows), groups, -1, query.shape[2])
-        found = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
-        output[rows] = found.reshape(len(rows), *output.shape[1:])
-    return output
-
-
-def _slots(req_to_token: Tensor, requests: Tensor, lengths: Tensor, padded: int) -> Tensor:
-    """``[s, padded]``: where the keys lie in the cache; the first slot where there is none."""
-    known = min(padded, req_to_token.shape[1])
+def _tokens(rows: Tensor, positions: Tensor, table: Tensor, requests: Tensor, lengths: Tensor) -> Part:
+    """A part of single tokens, with as many blocks of keys as the last of them needs."""
+    padded = (int(positions.max()) // KEY_BLOCK + 1) * KEY_BLOCK
+    known = min(padded, table.shape[1])
     slots = torch.zeros(len(requests), padded, dtype=torch.long)
-    slots[:, :known] = req_to_token[requests, :known]
-    return slots.masked_fill_(torch.arange(padded) >= lengths, 0)
-
-
-def _mask(positions: Tensor, padded: int) -> Tensor:
-    later = torch.arange(padded) > positions[:, None]
-    return torch.zeros(later.shape).masked_fill_(later, float("-inf"))[:, None, None]
-
-
-def _refuse_other_attention(encoder_lens: Tensor | None, window: int | None, causal: bool = True) -> None:
-    if encoder_lens is not None or window is not None or not causal:
-        raise NotImplementedError("the deterministic mode on the CPU has causal self-attention over the whole sequence")
-
-
-def _check_attention(query: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    if query.dtype != torch.float32:
-        raise NotImplementedError(f"the deterministic mode on the CPU computes in float32, not {query.dtype}")
-    groups = k_cache.shape[1]
-    _check_shape(_attention_is_invariant, groups, query.shape[1] // groups, query.shape[2], v_cache.shape[2])
+    slots[:, :known] = table[requests, :known]
+    slots.masked_fill_(torch.arange(padded) >= lengths[:, None], 0)  # the first slot, where there is no key
+    return Part(rows[:, None], positions[:, None], slots)
 
 
 @functools.cache
@@ -255,11 +183,10 @@ def _attention_is_invariant(groups: int, shared: int, dim: int, value_dim: int) 
     for last in (size - 1, KEY_BLOCK - 1, KEY_BLOCK + 40):
         positions = torch.arange(last - size + 1, last + 1)
         together, alone = (torch.empty(size, groups * shared, value_dim) for _ in range(2))
-        parts = [(torch.arange(size), slots, _mask(positions, length))]
-        attend(query, together, k_cache, v_cache, parts)
+        attend(query, together, k_cache, v_cache, [Part(torch.arange(size)[:, None], positions[:, None], slots)])
         for row, position in enumerate(positions.tolist()):
             padded = (position // KEY_BLOCK + 1) * KEY_BLOCK
-            part = (torch.tensor([row]), slots[:, :padded], _mask(positions[row : row + 1], padded))
+            part = Part(torch.tensor([[row]]), torch.tensor([[position]]), slots[:, :padded])
             attend(query, alone, k_cache, v_cache, [part])
         if not torch.equal(together, alone):
             return False

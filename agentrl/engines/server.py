@@ -2,8 +2,9 @@
 
 SGLang's server, unchanged, with what a run needs around it:
 
-- the CPU backend where there is no CUDA device (:mod:`agentrl.engines.cpu_backend`), with the deterministic mode
-  if asked for (:mod:`agentrl.engines.cpu_deterministic`);
+- the CPU backend where there is no CUDA device (:mod:`agentrl.engines.cpu_backend`), with attention in few calls
+  (:mod:`agentrl.engines.cpu_attention`), or the deterministic mode if asked for
+  (:mod:`agentrl.engines.cpu_deterministic`);
 - the API key from the environment (``AGENTRL_API_KEY``), never from the arguments, and shown as ``***``
   where SGLang logs its configuration;
 - every socket on loopback unless ``--host`` says otherwise: the rendezvous store of torch, which would
@@ -170,6 +171,10 @@ def main(argv: list[str]) -> None:
             from agentrl.engines import cpu_deterministic
 
             cpu_deterministic.install()
+        else:
+            from agentrl.engines.cpu_attention import BatchedAttention, use_attention
+
+            use_attention(BatchedAttention)
     server_args = prepare_server_args(argv)
     if api_key is not None:
         server_args.api_key = api_key

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from agentrl.engines import cpu_deterministic as deterministic
-from agentrl.engines.cpu_deterministic import attend, draw, plan_decode, plan_extend, tiled_mm, uniform
+from agentrl.engines.cpu_deterministic import attend, draw, plan_invariant, tiled_mm, uniform
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +46,14 @@ class Cache:
     def prompts(self, prefixes):
         """The queries after each prefix, in one batch."""
         new = [query[prefix:] for query, prefix in zip(self.queries, prefixes, strict=True)]
-        plan = plan_extend(self.table, self.requests, self.lengths, torch.tensor([len(n) for n in new]))
+        plan = plan_invariant(self.table, self.requests, self.lengths, torch.tensor([len(n) for n in new]))
         query = torch.cat(new)
         return attend(query, torch.empty_like(query), self.keys, self.values, plan).split([len(n) for n in new])
 
     def last(self, chosen):
         """The last query of each sequence in ``chosen``, in one batch."""
         rows = torch.tensor(chosen)
-        plan = plan_decode(self.table, self.requests[rows], self.lengths[rows])
+        plan = plan_invariant(self.table, self.requests[rows], self.lengths[rows], torch.ones_like(rows))
         query = torch.stack([self.queries[i][-1] for i in chosen])
         return attend(query, torch.empty_like(query), self.keys, self.values, plan)
 
