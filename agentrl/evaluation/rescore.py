@@ -29,7 +29,7 @@ from agentrl.data.files import JsonLines
 from agentrl.data.records import to_record
 from agentrl.data.run_folder import RunDir
 from agentrl.envs.tool_env import ToolEnv
-from agentrl.errors import ConfigError, DataError
+from agentrl.errors import ConfigError, DataError, describe
 from agentrl.evaluation.metrics import EvalSummary, summarize
 from agentrl.evaluation.report import Report
 from agentrl.evaluation.results import SUMMARY, TRAJECTORIES, EvalResult, load
@@ -37,7 +37,7 @@ from agentrl.evaluation.run import first_of
 from agentrl.progress import Progress, shown
 from agentrl.rewards import load as load_reward
 from agentrl.rewards.number import checked_reward
-from agentrl.rollout.env_calls import describe, entry_point
+from agentrl.rollout.episode import entry_point
 from agentrl.rollout.setup import make_env
 from agentrl.tools.json_schema import shorten
 from agentrl.types import Message, Outcome, StopReason, Trajectory, replace
