@@ -20,6 +20,7 @@ BUILT_IN = {
     "textgame": "agentrl.envs.builtin.textgame:TextGameEnv",
     "service": "agentrl.envs.builtin.service:ServiceEnv",
     "calculator": "agentrl.envs.builtin.calculator:CalculatorEnv",
+    "guess": "agentrl.envs.builtin.guess:GuessEnv",
     "python": "agentrl.envs.builtin.python:PythonEnv",
 }
 """Built-in environments: name to entry point, imported when first made."""

@@ -7,7 +7,8 @@ import importlib
 
 import pytest
 
-MODULES = ["core", "tool_env", "multi_agent", "wrappers.base", *(f"builtin.{n}" for n in ("hint_game", "textgame.env"))]
+BUILT_IN = ("guess", "hint_game", "textgame.env")
+MODULES = ["core", "tool_env", "multi_agent", "wrappers.base", *(f"builtin.{name}" for name in BUILT_IN)]
 
 
 @pytest.mark.parametrize("name", ["spaces", "tools.base", "envs.builtin.service.env", *(f"envs.{n}" for n in MODULES)])
