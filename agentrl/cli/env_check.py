@@ -16,7 +16,11 @@ Prints a line for each check; the exit code is 1 when one failed.
   agentrl env check my_env.py:MyEnv --env-arg difficulty=2"""
 
 
-SYNOPSIS, OPTIONS = "env check NAME [OPTIONS]", PlayedOptions
+def usage(argv: Sequence[str]) -> str:
+    """Help text."""
+    from agentrl.config.help import command_help
+
+    return command_help("env check NAME [OPTIONS]", INTRO, PlayedOptions)
 
 
 def run(name: str, argv: Sequence[str]) -> int:

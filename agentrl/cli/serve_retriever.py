@@ -38,7 +38,11 @@ class RetrieverOptions:
     """Which synthetic world, when there is no corpus."""
 
 
-SYNOPSIS, OPTIONS = "serve-retriever [OPTIONS]", RetrieverOptions
+def usage(argv: Sequence[str]) -> str:
+    """Help text."""
+    from agentrl.config.help import command_help
+
+    return command_help("serve-retriever [OPTIONS]", INTRO, RetrieverOptions)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import json
 import math
 import os
 import platform
@@ -26,17 +27,17 @@ from typing import Any
 
 from agentrl.data.files import (
     JsonLines,
-    read_json,
+    atomic_file,
+    json_line,
     read_jsonl,
     refuse_folders,
     remove_partials,
     storage_errors,
     write_json,
-    write_jsonl,
 )
 from agentrl.data.store import TrajectoryStore
 from agentrl.data.tracking import TensorBoard, Tracker, WandB, plot_reward
-from agentrl.errors import ConfigError, DataError, StorageError
+from agentrl.errors import ConfigError, StorageError
 from agentrl.tasks.source import env_label
 from agentrl.versions import git_state, installed
 
@@ -132,8 +133,8 @@ class RunDir:
             # An evaluation of this very step that is not on record is played again.
             if line["step"] < step or (line["step"] == step and (not _of_evaluation(line) or step in done))
         ]
-        write_jsonl(self.path / "evaluations.jsonl", evaluations)
-        write_jsonl(self.path / "metrics.jsonl", metrics)
+        _rewrite(self.path / "evaluations.jsonl", evaluations)
+        _rewrite(self.path / "metrics.jsonl", metrics)
         self.store.rewind(step)
         trained = {line["step"] for line in metrics if not _of_evaluation(line)}
         forked = self.description().get("forked_from")
@@ -165,9 +166,10 @@ class RunDir:
     def description(self) -> dict[str, Any]:
         """``run.json``; empty when it is not there or damaged."""
         try:
-            return read_json(self.path / "run.json")
-        except DataError:
+            values = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        except (OSError, RecursionError, ValueError):
             return {}
+        return values if isinstance(values, dict) else {}
 
     def _acquire(self) -> Any:
         with storage_errors(self.path):
@@ -341,6 +343,12 @@ def scalars_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
     for name, summary in evaluation["sets"].items():
         metrics |= flatten_summary(name, summary)
     return metrics
+
+
+def _rewrite(file: Path, lines: list[dict[str, Any]]) -> None:
+    with atomic_file(file) as stream:
+        for line in lines:
+            stream.write(json_line(line))
 
 
 def _new_folder(base: Path, config: Any) -> Path:

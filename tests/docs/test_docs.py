@@ -19,8 +19,9 @@ from shown_pages import PAGES, ROOT, Block, anchors, blocks, command_lines, inli
 import agentrl
 from agentrl.cli.compare import CompareOptions
 from agentrl.cli.export import ExportOptions
+from agentrl.cli.fetch_model import MODELS, FetchOptions
 from agentrl.cli.main import COMMANDS
-from agentrl.config.schema import ServeOptions
+from agentrl.cli.serve import ServeOptions
 from agentrl.cli.serve_retriever import RetrieverOptions
 from agentrl.cli.show import ShowOptions
 from agentrl.config import load_config, load_eval_config
@@ -35,7 +36,7 @@ PYTHON_PAGES = [page for page in PAGES if any(block.language == "python" for blo
 README = ROOT / "README.md"
 
 SMALL_COMMANDS = {"export": ExportOptions, "serve": ServeOptions, "serve-retriever": RetrieverOptions}
-OPTIONS = {**SMALL_COMMANDS, "compare": CompareOptions, "show": ShowOptions}
+OPTIONS = {**SMALL_COMMANDS, "fetch-model": FetchOptions, "compare": CompareOptions, "show": ShowOptions}
 NOT_OURS = {"--help", "--config"}
 
 # Names in commands that stand for something of the reader's.
@@ -154,6 +155,9 @@ def test_a_command_is_accepted(page: Path, words: list[str], documented: Path, m
         config = load_eval_config(argv)
     elif command in SMALL_COMMANDS:
         load_options(SMALL_COMMANDS[command], argv)
+    elif command == "fetch-model":
+        assert argv[0] in MODELS
+        load_options(FetchOptions, argv[1:])
     else:
         importlib.import_module(f"agentrl.cli.{command}").run(argv)
     if config is not None and "--config" not in argv:
