@@ -75,6 +75,19 @@ def first_few(names: Iterable[str], limit: int = 3) -> str:
     return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def describe(error: BaseException, frames: int = 3) -> str:
+    """``Type: text (file:line in function < ...)``, innermost frame first, file names without folders.
+
+    The frames are those of the author's code, where the error went through any.
+    """
+    text = f"{type(error).__name__}: {error}"
+    stack = (authors_frames(error) or traceback.extract_tb(error.__traceback__))[-frames:]
+    if not stack:
+        return text
+    where = " < ".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno} in {f.name}" for f in reversed(stack))
+    return f"{text} ({where})"
+
+
 _LIBRARIES = tuple(
     {f"{Path(__file__).parent}/", *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib"))}
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +41,13 @@ class CompareOptions:
     """Print one JSON object."""
 
 
-def usage(argv: Sequence[str]) -> str:
-    """Help text."""
-    from agentrl.config.help import command_help
-
-    return command_help("compare A B [OPTIONS]", INTRO, CompareOptions)
+SYNOPSIS, OPTIONS = "compare A B [OPTIONS]", CompareOptions
 
 
 def run(argv: Sequence[str]) -> int:
     """Compare; returns the exit code."""
-    words = leading_words(argv)
-    if len(words) != 2:
-        raise ConfigError(
-            f"agentrl compare needs two runs before its options, got {len(words)}: agentrl compare A B [OPTIONS]"
-        )
-    options = load_options(CompareOptions, argv[2:])
+    words, rest = leading_words(argv, 2, SYNOPSIS)
+    options = load_options(CompareOptions, rest)
     from agentrl.evaluation.compare import compare
     from agentrl.evaluation.results import load
 
@@ -70,10 +63,14 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def leading_words(argv: Sequence[str]) -> list[str]:
-    """The arguments before the first option."""
-    end = next((i for i, word in enumerate(argv) if word.startswith("--")), len(argv))
-    return list(argv[:end])
+def leading_words(argv: Sequence[str], n: int, synopsis: str) -> tuple[list[str], Sequence[str]]:
+    """The ``n`` runs before the first option, and what follows. Raises ConfigError."""
+    words = list(takewhile(lambda word: not word.startswith("--"), argv))
+    if len(words) != n:
+        runs = {1: "one run", 2: "two runs"}[n]
+        command = synopsis.partition(" ")[0]
+        raise ConfigError(f"agentrl {command} needs {runs} before its options, got {len(words)}: agentrl {synopsis}")
+    return words, argv[n:]
 
 
 def place(word: str) -> tuple[Path, int | None]:

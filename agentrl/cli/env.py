@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from agentrl.cli.main import help_of
 from agentrl.config.layers import load_options
 from agentrl.errors import AgentRLError, ConfigError
 
@@ -55,7 +56,7 @@ def usage(argv: Sequence[str]) -> str:
     """Help text, of an action if one is named."""
     action = next((word for word in argv if word in ACTIONS), None)
     if action in ("check", "play", "new"):
-        return importlib.import_module(f"agentrl.cli.env_{action}").usage(argv)
+        return help_of(importlib.import_module(f"agentrl.cli.env_{action}"))
     if action == "show":
         from agentrl.config.help import command_help
 

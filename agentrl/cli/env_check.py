@@ -16,11 +16,7 @@ Prints a line for each check; the exit code is 1 when one failed.
   agentrl env check my_env.py:MyEnv --env-arg difficulty=2"""
 
 
-def usage(argv: Sequence[str]) -> str:
-    """Help text."""
-    from agentrl.config.help import command_help
-
-    return command_help("env check NAME [OPTIONS]", INTRO, PlayedOptions)
+SYNOPSIS, OPTIONS = "env check NAME [OPTIONS]", PlayedOptions
 
 
 def run(name: str, argv: Sequence[str]) -> int:

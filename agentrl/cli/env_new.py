@@ -42,11 +42,7 @@ class NewOptions:
     """Folder in which the package's folder NAME is made."""
 
 
-def usage(argv: Sequence[str]) -> str:
-    """Help text."""
-    from agentrl.config.help import command_help
-
-    return command_help("env new NAME [OPTIONS]", INTRO, NewOptions)
+SYNOPSIS, OPTIONS = "env new NAME [OPTIONS]", NewOptions
 
 
 def run(name: str, argv: Sequence[str]) -> int:

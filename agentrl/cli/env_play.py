@@ -43,11 +43,8 @@ class PlayOptions(PlayedOptions):
     """Same seed, same task."""
 
 
-def usage(argv: Sequence[str]) -> str:
-    """Help text."""
-    from agentrl.config.help import command_help
-
-    return command_help("env play NAME [OPTIONS]", f"{INTRO}\n\n{HELP}", PlayOptions)
+SYNOPSIS, OPTIONS = "env play NAME [OPTIONS]", PlayOptions
+INTRO = f"{INTRO}\n\n{HELP}"
 
 
 def run(name: str, argv: Sequence[str]) -> int:

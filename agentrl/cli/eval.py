@@ -18,11 +18,7 @@ The same command with the same --output-dir goes on where it stopped. Exit code 
 scored; 1: not all were, the rest is left to a rerun; 2: a wrong flag."""
 
 
-def usage(argv: Sequence[str]) -> str:
-    """Help text."""
-    from agentrl.config.help import command_help
-
-    return command_help("eval --env NAME [OPTIONS]", INTRO, EvalConfig, file_option=True)
+SYNOPSIS, OPTIONS = "eval --env NAME [OPTIONS]", EvalConfig
 
 
 def run(argv: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from agentrl.config.layers import load_options
 from agentrl.config.options import PathText
+from agentrl.config.validate import checkpoint_problem
 from agentrl.errors import ConfigError
 
 INTRO = """\
@@ -27,11 +28,7 @@ class ExportOptions:
     """Checkpoint to take: `newest`, `best` (see --best-metric of training), or its number of rollouts."""
 
 
-def usage(argv: Sequence[str]) -> str:
-    """Help text."""
-    from agentrl.config.help import command_help
-
-    return command_help("export --run RUN --output-dir DIR", INTRO, ExportOptions)
+SYNOPSIS, OPTIONS = "export --run RUN --output-dir DIR", ExportOptions
 
 
 def run(argv: Sequence[str]) -> int:
@@ -39,8 +36,8 @@ def run(argv: Sequence[str]) -> int:
     given = load_options(ExportOptions, argv)
     if given.run is None or given.output_dir is None:
         raise ConfigError("agentrl export needs --run RUN and --output-dir DIR.")
-    if given.checkpoint not in ("newest", "best") and not given.checkpoint.isdecimal():
-        raise ConfigError(f"--checkpoint: expected newest, best or a number of rollouts, got {given.checkpoint!r}")
+    if problem := checkpoint_problem(given.checkpoint):
+        raise ConfigError(problem)
     from agentrl.trainer.export import export
 
     export(given.run, given.output_dir, checkpoint=given.checkpoint)

@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from agentrl.errors import AgentRLError
 from agentrl.processes.signals import Terminated, printable, raise_on_signals
@@ -90,9 +91,18 @@ def _dispatch(words: list[str]) -> int:
         return _unknown(name)
     command = importlib.import_module(f"agentrl.cli.{name.replace('-', '_')}")
     if any(word in ("-h", "--help") for word in rest):
-        print(command.usage(rest))
+        print(help_of(command, rest))
         return 0
     return int(command.run(rest) or 0)
+
+
+def help_of(command: ModuleType, rest: Sequence[str] = ()) -> str:
+    """Help of a command's module: its own ``usage``, else from its ``SYNOPSIS``, ``INTRO`` and ``OPTIONS``."""
+    if hasattr(command, "usage"):
+        return command.usage(rest)
+    from agentrl.config.help import command_help
+
+    return command_help(command.SYNOPSIS, command.INTRO, command.OPTIONS)
 
 
 def _unknown(name: str) -> int:

@@ -38,11 +38,7 @@ class RetrieverOptions:
     """Which synthetic world, when there is no corpus."""
 
 
-def usage(argv: Sequence[str]) -> str:
-    """Help text."""
-    from agentrl.config.help import command_help
-
-    return command_help("serve-retriever [OPTIONS]", INTRO, RetrieverOptions)
+SYNOPSIS, OPTIONS = "serve-retriever [OPTIONS]", RetrieverOptions
 
 
 def run(argv: Sequence[str]) -> int:

@@ -49,28 +49,20 @@ class ShowOptions:
     """Model folder whose tokenizer is used, in place of the run's own."""
 
 
-def usage(argv: Sequence[str]) -> str:
-    """Help text."""
-    from agentrl.config.help import command_help
-
-    return command_help("show RUN [OPTIONS]", INTRO, ShowOptions)
+SYNOPSIS, OPTIONS = "show RUN [OPTIONS]", ShowOptions
 
 
 def run(argv: Sequence[str]) -> int:
     """Show; returns the exit code."""
-    words = leading_words(argv)
-    if len(words) != 1:
-        raise ConfigError(
-            f"agentrl show needs one run before its options, got {len(words)}: agentrl show RUN [OPTIONS]"
-        )
-    options = load_options(ShowOptions, argv[1:])
+    (path,), rest = leading_words(argv, 1, SYNOPSIS)
+    options = load_options(ShowOptions, rest)
     from rich.console import Console
 
     from agentrl.evaluation.results import load
     from agentrl.evaluation.transcript import render, select
 
     with_tokens, with_training = options.tokens is not False, options.set in (None, "train")
-    result = load(words[0], step=options.step, train=with_training, segments=with_tokens)
+    result = load(path, step=options.step, train=with_training, segments=with_tokens)
     episodes = select(result, set=options.set, task=options.task, failed=options.failed)
     if options.index is not None:
         if options.index >= len(episodes):

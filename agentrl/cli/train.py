@@ -18,11 +18,7 @@ Train an agent: roll out episodes, turn their rewards into advantages, train, sy
   agentrl train --load runs/NAME                              go on where a run stopped"""
 
 
-def usage(argv: Sequence[str]) -> str:
-    """Help text."""
-    from agentrl.config.help import command_help
-
-    return command_help("train --env NAME [OPTIONS]", INTRO, Config, file_option=True)
+SYNOPSIS, OPTIONS = "train --env NAME [OPTIONS]", Config
 
 
 def run(argv: Sequence[str]) -> int:

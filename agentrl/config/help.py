@@ -8,6 +8,7 @@ from itertools import groupby
 
 from agentrl.config.options import Option, options
 from agentrl.config.parse import ALIASES
+from agentrl.config.schema import OptionSet
 
 
 def default_text(option: Option) -> str:
@@ -38,19 +39,18 @@ def _entry(option: Option, alias: str | None, width: int) -> str:
     return f"    {flag_text(option)}\n{body}"
 
 
-def command_help(synopsis: str, intro: str, config_class: type, *, file_option: bool = False) -> str:
+def command_help(synopsis: str, intro: str, config_class: type) -> str:
     """Help of a command whose options are the dataclass ``config_class``, group by group.
 
     Args:
         synopsis: What follows ``agentrl``.
         intro: A paragraph on what the command does, with examples.
         config_class: Declares the options.
-        file_option: Whether ``--config FILE`` is taken.
     """
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)
     aliases = {name: alias for alias, name in ALIASES.get(config_class.__name__, {}).items()}
     parts = [f"usage: agentrl {synopsis}", intro]
-    if file_option:
+    if issubclass(config_class, OptionSet):
         text = "Options from a TOML, YAML or JSON file; keys are the flags' names. Flags on the command line win."
         parts.append("Configuration file:\n    --config FILE\n        " + text)
     for group, members in groupby(options(config_class).values(), key=lambda option: option.group):

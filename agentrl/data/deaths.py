@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from agentrl.data.episodes import by_episode
 from agentrl.data.files import write_json
-from agentrl.orchestrator.metrics import by_episode
 from agentrl.types import Group, Outcome, StopReason, Trajectory
 
 TASK_DEATHS = 3

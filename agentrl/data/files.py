@@ -9,7 +9,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -120,6 +120,17 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises DataError naming the file: it cannot be read, or holds no object."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, RecursionError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise DataError(f"{path}: expected an object, got {type(values).__name__}")
+    return values
+
+
 def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.partial")
 
@@ -175,8 +186,8 @@ class JsonLines:
             self._stream.truncate(position)
 
     def append(self, *records: dict[str, Any]) -> None:
-        """Write a line a record, in one piece, and flush it. NaN and infinities become null."""
-        lines = b"".join(map(json_line, records))
+        """Write a line a record (:func:`to_json`), in one piece, and flush it."""
+        lines = b"".join(f"{to_json(record)}\n".encode("ascii") for record in records)
         with storage_errors(self.path):
             self._stream.write(lines)
             self._stream.flush()
@@ -193,16 +204,19 @@ class JsonLines:
                 self._stream.close()
 
 
-def json_line(record: dict[str, Any]) -> bytes:
-    """A record as a line of a JSONL file."""
-    return (json.dumps(finite(record), allow_nan=False, default=_plain) + "\n").encode("ascii")
+def to_json(value: Any) -> str:
+    """JSON text in ASCII. NaN and infinities become null, arrays lists, other objects their ``repr``."""
+
+    def plain(other: Any) -> Any:
+        return finite(other.tolist()) if hasattr(other, "tolist") else repr(other)
+
+    return json.dumps(finite(value), allow_nan=False, default=plain)
 
 
-def _plain(value: Any) -> Any:
-    """numpy scalars and arrays as Python numbers and lists."""
-    if hasattr(value, "tolist"):
-        return finite(value.tolist())
-    raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r}")
+def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Replace ``path`` by a line a record, atomically."""
+    with atomic_file(path) as stream:
+        stream.writelines(f"{to_json(record)}\n".encode("ascii") for record in records)
 
 
 def read_jsonl(path: Path, *, damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:

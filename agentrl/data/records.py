@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.data.files import finite
+from agentrl.data.files import finite, to_json
 from agentrl.types import Message, Segment, StopReason, Task, Trajectory
 
 SCHEMA_VERSION = 1
@@ -25,15 +25,6 @@ SEGMENT_ARRAYS = {"tokens": np.int32, "loss_mask": np.uint8, "logprobs": np.floa
 def clean(text: str | None) -> str | None:
     """``text`` as valid Unicode: lone surrogates, which a model can produce, become ``\\udXXX`` escapes."""
     return None if text is None else text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def to_json(value: Any) -> str:
-    """JSON text in ASCII; NaN and infinities become null, other objects their ``repr``."""
-    return json.dumps(finite(value), allow_nan=False, default=_as_plain)
-
-
-def _as_plain(value: Any) -> Any:
-    return finite(value.tolist()) if hasattr(value, "tolist") else repr(value)
 
 
 def scalars(trajectory: Trajectory) -> dict[str, Any]:

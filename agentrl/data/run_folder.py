@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import fcntl
 import functools
-import json
 import math
 import os
 import platform
@@ -27,17 +26,17 @@ from typing import Any
 
 from agentrl.data.files import (
     JsonLines,
-    atomic_file,
-    json_line,
+    read_json,
     read_jsonl,
     refuse_folders,
     remove_partials,
     storage_errors,
     write_json,
+    write_jsonl,
 )
 from agentrl.data.store import TrajectoryStore
 from agentrl.data.tracking import TensorBoard, Tracker, WandB, plot_reward
-from agentrl.errors import ConfigError, StorageError
+from agentrl.errors import ConfigError, DataError, StorageError
 from agentrl.tasks.source import env_label
 from agentrl.versions import git_state, installed
 
@@ -133,8 +132,8 @@ class RunDir:
             # An evaluation of this very step that is not on record is played again.
             if line["step"] < step or (line["step"] == step and (not _of_evaluation(line) or step in done))
         ]
-        _rewrite(self.path / "evaluations.jsonl", evaluations)
-        _rewrite(self.path / "metrics.jsonl", metrics)
+        write_jsonl(self.path / "evaluations.jsonl", evaluations)
+        write_jsonl(self.path / "metrics.jsonl", metrics)
         self.store.rewind(step)
         trained = {line["step"] for line in metrics if not _of_evaluation(line)}
         forked = self.description().get("forked_from")
@@ -166,10 +165,9 @@ class RunDir:
     def description(self) -> dict[str, Any]:
         """``run.json``; empty when it is not there or damaged."""
         try:
-            values = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
-        except (OSError, RecursionError, ValueError):
+            return read_json(self.path / "run.json")
+        except DataError:
             return {}
-        return values if isinstance(values, dict) else {}
 
     def _acquire(self) -> Any:
         with storage_errors(self.path):
@@ -343,12 +341,6 @@ def scalars_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
     for name, summary in evaluation["sets"].items():
         metrics |= flatten_summary(name, summary)
     return metrics
-
-
-def _rewrite(file: Path, lines: list[dict[str, Any]]) -> None:
-    with atomic_file(file) as stream:
-        for line in lines:
-            stream.write(json_line(line))
 
 
 def _new_folder(base: Path, config: Any) -> Path:

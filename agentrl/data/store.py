@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agentrl.data.files import atomic_file, remove_partials, storage_errors
-from agentrl.data.records import JSON_FIELDS, SCHEMA_VERSION, SEGMENT_ARRAYS, from_record, scalars, to_json
+from agentrl.data.files import atomic_file, remove_partials, storage_errors, to_json
+from agentrl.data.records import JSON_FIELDS, SCHEMA_VERSION, SEGMENT_ARRAYS, from_record, scalars
 from agentrl.errors import DataError
 from agentrl.types import Trajectory
 

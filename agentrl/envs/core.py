@@ -67,7 +67,8 @@ class Env(gymnasium.Env[str, str]):
     max_turns: int = 8
     """Model turns after which the episode is truncated with ``stop_reason`` ``max_turns``."""
     call_format: str = "auto"
-    """How the model writes tool calls (:func:`agentrl.tools.get_parser`); ``auto``: the loop decides."""
+    """How the model writes tool calls (:func:`agentrl.tools.get_parser`); ``auto``: as ``options["call_format"]`` of
+    the reset says, which the episode loop takes from the model's chat template."""
 
     trusted_roles: Sequence[str] = ("system", "developer", "assistant")
     """Roles of the first messages whose text is the author's own, so that a control token of the model written in it

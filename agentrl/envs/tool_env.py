@@ -231,7 +231,7 @@ class ToolEnv(Env):
         self._open_tools = list(self._tools.values())
         await start_tools(self._unstarted, self)
         schemas = [tool.schema() for tool in self._open_tools]
-        self._parser = self._choose_parser().with_tools(schemas)
+        self._parser = self._choose_parser(self._options.get("call_format", "auto")).with_tools(schemas)
         self._turns: list[str] = []
         self._calls: list[dict[str, Any]] = []
         self._total = 0.0
@@ -269,7 +269,7 @@ class ToolEnv(Env):
         return dict(made)
 
     async def astep(self, action: str) -> Transition:
-        parsed = self._parser.parse(action)
+        parsed = self._parser.read(action)
         self._turns.append(action)
         calls, answer = self._calls_and_answer(parsed)
         if answer is not None:
@@ -337,8 +337,9 @@ class ToolEnv(Env):
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def _choose_parser(self) -> Parser:
-        name = self.call_format
+    def _choose_parser(self, models: str) -> Parser:
+        """The parser of this environment's format; where it leaves that open, of the model's."""
+        name = models if self.call_format == "auto" else self.call_format
         if name == "auto":
             name = "hermes" if self._tools else "none"
         parser = get_parser(name)

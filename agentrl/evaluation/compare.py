@@ -10,16 +10,17 @@ flipping the signs of the differences.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from agentrl.errors import DataError
-from agentrl.evaluation.metrics import Z95, by_episode, is_error, solved, t95
+from agentrl.data.episodes import by_episode, is_error, reward_of, solved
+from agentrl.errors import DataError, first_few
+from agentrl.evaluation.metrics import Z95, by_task, t95
 from agentrl.evaluation.record import PROMPT_ENV, content, task_key
 from agentrl.evaluation.results import EvalResult
 from agentrl.types import Task, Trajectory
@@ -125,27 +126,29 @@ def _compare_set(name: str, a: EvalResult, b: EvalResult, intersect: bool, force
         ("another prompt", [t for t in common if t in prompts_a and prompts_b.get(t, prompts_a[t]) != prompts_a[t]]),
     ):
         if changed:
-            text = f"{name}: {len(changed)} tasks have the same id but {what} ({_examples(changed)})"
+            text = f"{name}: {len(changed)} tasks have the same id but {what} ({first_few(changed)})"
             if not force:
                 raise DataError(f"{text}: their content has changed. --force compares them all the same.")
             notes.append(text)
-    scores = [_Scores(result.sets[name]) for result in (a, b)]
-    paired = [task for task in common if all(s.success[task] for s in scores)]
-    unscored = [task for task in common if task not in set(paired)]
-    if unscored:
+    episodes = [by_episode(result.sets[name]) for result in (a, b)]
+    scored = [[e for e in of_run if not is_error(e)] for of_run in episodes]
+    solving = [by_task(of_run, lambda e: float(solved(e))) for of_run in scored]
+    earning = [by_task(of_run, reward_of) for of_run in scored]
+    paired = [task for task in common if all(task in of_run for of_run in solving)]
+    if unscored := [task for task in common if task not in set(paired)]:
         left_out["not scored in one of the runs (infrastructure errors)"] = unscored
     if not paired:
         raise DataError(f"{name}: no task was scored in both runs, so there is nothing to compare.")
-    success = [[_mean(s.success[task]) for task in paired] for s in scores]
-    reward = [[_mean(s.reward[task]) for task in paired] for s in scores]
-    single = all(len(s.success[task]) == 1 for s in scores for task in paired)
+    success, reward = ([[fmean(run[task]) for task in paired] for run in runs] for runs in (solving, earning))
+    single = all(len(of_run[task]) == 1 for of_run in solving for task in paired)
     flips = [Flip(task, x, y) for task, x, y in zip(paired, *success, strict=True) if x != y]
     flips.sort(key=lambda flip: -abs(flip.b - flip.a))
+    counts = [sum(len(of_run[task]) for task in paired) for of_run in solving]
     return SetComparison(
         name=name,
         n_tasks=len(paired),
-        episodes=tuple(sum(len(s.success[task]) for task in paired) for s in scores),  # type: ignore[arg-type]
-        errors=tuple(s.errors for s in scores),  # type: ignore[arg-type]
+        episodes=(counts[0], counts[1]),
+        errors=(len(episodes[0]) - len(scored[0]), len(episodes[1]) - len(scored[1])),
         success=paired_binary(*success) if single else paired_means(*success, largest=1.0),
         reward=paired_means(*reward),
         gained=[flip for flip in flips if flip.b > flip.a],
@@ -153,22 +156,6 @@ def _compare_set(name: str, a: EvalResult, b: EvalResult, intersect: bool, force
         left_out=left_out,
         notes=notes,
     )
-
-
-class _Scores:
-    """Per task: success and reward of each scored episode. An episode of several agents counts once."""
-
-    def __init__(self, trajectories: Sequence[Trajectory]) -> None:
-        self.success: dict[str, list[float]] = defaultdict(list)
-        self.reward: dict[str, list[float]] = defaultdict(list)
-        self.errors = 0
-        for episode in by_episode(trajectories):
-            if is_error(episode):
-                self.errors += 1
-                continue
-            task = episode[0].task.task_id
-            self.success[task].append(float(solved(episode)))
-            self.reward[task].append(_mean([t.reward for t in episode]))
 
 
 def _tasks(trajectories: Sequence[Trajectory]) -> dict[str, Task]:
@@ -189,14 +176,6 @@ def _prompts(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
     return asked
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _examples(ids: Sequence[str], n: int = 3) -> str:
-    return ", ".join(ids[:n]) + (", ..." if len(ids) > n else "")
-
-
 def _unmatched(
     name: str, a: EvalResult, b: EvalResult, tasks_a: dict[str, Task], tasks_b: dict[str, Task], intersect: bool
 ) -> dict[str, list[str]]:
@@ -207,7 +186,7 @@ def _unmatched(
     left_out = {where: ids for where, ids in only.items() if ids}
     shared = len(set(tasks_a) & set(tasks_b))
     if left_out and (not intersect or not shared):
-        listed = "; ".join(f"{len(ids)} {where} ({_examples(ids)})" for where, ids in left_out.items())
+        listed = "; ".join(f"{len(ids)} {where} ({first_few(ids)})" for where, ids in left_out.items())
         advice = f"--intersect compares the {shared} that are in both." if shared else "They share none."
         raise DataError(f"{name}: the runs are of different tasks: {listed}. {advice}")
     return left_out
@@ -266,8 +245,8 @@ def paired_binary(a: Sequence[float], b: Sequence[float]) -> Paired:
     difference = (gained - lost) / n
     stderr = math.sqrt(max(gained + lost - n * difference**2, 0.0)) / n
     return Paired(
-        a=_mean(a),
-        b=_mean(b),
+        a=fmean(a),
+        b=fmean(b),
         difference=difference,
         low=max(-1.0, up - down - half),
         high=min(1.0, up - down + half),
@@ -290,7 +269,7 @@ def paired_means(a: Sequence[float], b: Sequence[float], *, largest: float = mat
     p, test = sign_flip(differences)
     half = t95(n - 1) * stderr
     low, high = max(difference - half, -largest), min(difference + half, largest)  # NaN, of one task, stays
-    return Paired(_mean(a), _mean(b), difference, low, high, stderr, p, test)
+    return Paired(fmean(a), fmean(b), difference, low, high, stderr, p, test)
 
 
 def mcnemar(gained: int, lost: int) -> float:

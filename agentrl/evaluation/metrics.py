@@ -4,6 +4,8 @@ Episodes of one task are not independent, so every interval here treats the *tas
 (cluster-robust standard error, as in Miller 2024, "Adding Error Bars to Evals", section 2.2).
 Episodes that ended for reasons of infrastructure are counted beside the score, never inside it.
 An episode of several agents counts once.
+
+The distributions are written out: scipy, which has them, is 100 MB that the light install does without.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import NormalDist
 from typing import Any
 
+from agentrl.data.episodes import Episode, by_episode, is_error, reward_of, solved
 from agentrl.types import Outcome, Trajectory
 
-Z95 = 1.959963984540054
+Z95 = NormalDist().inv_cdf(0.975)
 
 
 @dataclass(frozen=True)
@@ -105,12 +109,8 @@ def t95(degrees: int) -> float:
 
     In closed form for one and two degrees, else the expansion of Abramowitz and Stegun 1964, 26.7.5: within 0.2 %.
     """
-    if degrees < 1:
-        return math.nan
-    if degrees == 1:
-        return math.tan(0.475 * math.pi)
-    if degrees == 2:
-        return 0.95 * math.sqrt(2 / (1 - 0.95**2))
+    if degrees < 3:
+        return (math.nan, math.tan(0.475 * math.pi), 0.95 * math.sqrt(2 / (1 - 0.95**2)))[max(degrees, 0)]
     z, v = Z95, degrees
     terms = (
         (z**3 + z) / 4,
@@ -133,15 +133,14 @@ def clustered(values: dict[str, list[float]], *, binary: bool) -> Estimate:
         values: for each task id, one value an episode.
         binary: values are 0 or 1.
     """
-    values = {task: v for task, v in values.items() if v}
-    n_tasks = len(values)
-    n = sum(len(v) for v in values.values())
+    tasks = [v for v in values.values() if v]
+    n_tasks, n = len(tasks), sum(map(len, tasks))
     if n == 0:
         return Estimate(math.nan, math.nan, math.nan, math.nan, 0, 0)
-    mean = sum(sum(v) for v in values.values()) / n
+    mean = sum(map(sum, tasks)) / n
     stderr = math.nan
     if n_tasks > 1:
-        residuals = sum(sum(x - mean for x in v) ** 2 for v in values.values())
+        residuals = sum(sum(x - mean for x in v) ** 2 for v in tasks)
         stderr = math.sqrt(n_tasks / (n_tasks - 1) * residuals) / n
     if not binary:
         half = t95(n_tasks - 1) * stderr
@@ -183,35 +182,6 @@ def sampled_tokens(trajectory: Trajectory) -> int:
     return sum(turn.get("sampled_tokens") or 0 for turn in trajectory.info.get("turns") or ())
 
 
-def by_episode(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
-    """The trajectories of each episode: one, or one for each of its agents."""
-    found: dict[str, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        found.setdefault(trajectory.episode_id, []).append(trajectory)
-    return list(found.values())
-
-
-def is_whole(episode: Sequence[Trajectory]) -> bool:
-    """Whether all agents of an episode are there: a kill may have come between the lines of two of them."""
-    first = episode[0]
-    return first.episode_id == first.trajectory_id or len(episode) == len(first.info.get("episode_agents", episode))
-
-
-def is_error(episode: Sequence[Trajectory]) -> bool:
-    """Whether an episode ended for reasons of infrastructure."""
-    return any(t.outcome is Outcome.INFRA_ERROR for t in episode)
-
-
-def solved(episode: Sequence[Trajectory]) -> bool:
-    """What the environment said; where it said nothing, a completed episode with a reward above 0."""
-    said = [t.success for t in episode if t.success is not None]
-    return any(said) if said else _reward(episode) > 0
-
-
-def _reward(episode: Sequence[Trajectory]) -> float:
-    return math.fsum(t.reward for t in episode) / len(episode)
-
-
 def summarize(
     name: str, split: str, trajectories: Sequence[Trajectory], seconds: float, *, planned: int = 0
 ) -> EvalSummary:
@@ -222,16 +192,24 @@ def summarize(
     """
     episodes = by_episode(trajectories)
     scored = [e for e in episodes if not is_error(e)]
-    success = _values(scored, lambda e: float(solved(e)))
+    success = by_task(scored, lambda e: float(solved(e)))
 
-    def mean(value: Callable[[Sequence[Trajectory]], float]) -> float:
+    def mean(value: Callable[[Episode], float]) -> float:
         return math.fsum(map(value, scored)) / len(scored) if scored else math.nan
 
+    # Of all trajectories: an episode that did not earn a part has 0 of it.
+    parts = dict.fromkeys(name for e in scored for t in e for name in t.rewards)
+    agents = dict.fromkeys(t.agent for e in scored for t in e) if any(len(e) > 1 for e in scored) else {}
+    kinds: dict[str, list[Episode]] = defaultdict(list)
+    for episode in episodes:
+        category = next((t.info["category"] for t in episode if t.info.get("category") is not None), None)
+        if category is not None:
+            kinds[str(category)].append(episode)
     return EvalSummary(
         name=name,
         split=split,
         success=clustered(success, binary=True),
-        reward=clustered(_values(scored, _reward), binary=False),
+        reward=clustered(by_task(scored, reward_of), binary=False),
         turns=mean(lambda e: sum(t.num_turns for t in e)),
         tool_calls=mean(lambda e: sum(len(t.tool_calls) for t in e)),
         tokens=mean(lambda e: sum(map(sampled_tokens, e))),
@@ -242,66 +220,40 @@ def summarize(
         episode_seconds=mean(lambda e: max(t.timings.get("total", 0.0) for t in e)),
         pass_at_k=_over_k(success, pass_at_k),
         pass_hat_k=_over_k(success, pass_hat_k),
-        reward_parts=_parts(scored),
-        categories=_categories(episodes),
-        agents=_agents(scored),
+        reward_parts={
+            part: math.fsum(t.rewards.get(part) or 0.0 for e in scored for t in e) / sum(map(len, scored))
+            for part in parts
+        },
+        categories={category: _category(members) for category, members in sorted(kinds.items())},
+        agents={
+            agent: clustered(by_task([[t] for e in scored for t in e if t.agent == agent], reward_of), binary=False)
+            for agent in agents
+        },
         planned=planned or len(episodes),
     )
 
 
-def _values(episodes: Iterable[Sequence[Trajectory]], value: Callable[[Any], float]) -> dict[str, list[float]]:
+def by_task(episodes: Iterable[Episode], value: Callable[[Episode], float]) -> dict[str, list[float]]:
+    """Task id -> ``value`` of each of its episodes."""
     values: dict[str, list[float]] = defaultdict(list)
     for episode in episodes:
         values[episode[0].task.task_id].append(value(episode))
     return values
 
 
+def _category(members: Sequence[Episode]) -> Category:
+    scored = [e for e in members if not is_error(e)]
+    success = clustered(by_task(scored, lambda e: float(solved(e))), binary=True)
+    return Category(success, clustered(by_task(scored, reward_of), binary=False), len(members) - len(scored))
+
+
 def _over_k(success: dict[str, list[float]], estimator: Callable[[int, int, int], float]) -> dict[str, Estimate]:
     """For k = 1, 2, 4 ...: the mean over the tasks that have at least k scored episodes; none when each has one."""
     most = max(map(len, success.values()), default=0)
     estimates = {}
-    k = 1
-    while most > 1 and k <= most:
-        of_tasks = {
-            task: [estimator(len(v), round(sum(v)), k)] for task, v in success.items() if len(v) >= k
-        }  # fmt: skip
+    for k in (2**power for power in range(most.bit_length() if most > 1 else 0)):
+        of_tasks = {task: [estimator(len(v), round(sum(v)), k)] for task, v in success.items() if len(v) >= k}
         e = clustered(of_tasks, binary=False)
         low, high = max(e.low, 0.0), min(e.high, 1.0)  # NaN, of one task, stays
         estimates[str(k)] = Estimate(e.mean, low, high, e.stderr, e.n_tasks, sum(len(success[t]) for t in of_tasks))
-        k *= 2
     return estimates
-
-
-def _parts(episodes: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
-    """Mean of each named part of the reward; an episode that did not earn a part has 0 of it."""
-    trajectories = [t for e in episodes for t in e]
-    names = {name: None for t in trajectories for name in t.rewards}
-    return {
-        name: math.fsum(t.rewards.get(name) or 0.0 for t in trajectories) / len(trajectories) for name in names
-    }  # fmt: skip
-
-
-def _categories(episodes: Sequence[Sequence[Trajectory]]) -> dict[str, Category]:
-    groups: dict[str, list[Sequence[Trajectory]]] = defaultdict(list)
-    for episode in episodes:
-        category = next((t.info["category"] for t in episode if t.info.get("category") is not None), None)
-        if category is not None:
-            groups[str(category)].append(episode)
-    found = {}
-    for category, members in sorted(groups.items()):
-        scored = [e for e in members if not is_error(e)]
-        found[category] = Category(
-            clustered(_values(scored, lambda e: float(solved(e))), binary=True),
-            clustered(_values(scored, _reward), binary=False),
-            len(members) - len(scored),
-        )
-    return found
-
-
-def _agents(episodes: Sequence[Sequence[Trajectory]]) -> dict[str, Estimate]:
-    if all(len(e) == 1 for e in episodes):
-        return {}
-    rewards: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for trajectory in (t for e in episodes for t in e):
-        rewards[trajectory.agent][trajectory.task.task_id].append(trajectory.reward)
-    return {agent: clustered(values, binary=False) for agent, values in rewards.items()}

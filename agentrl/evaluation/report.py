@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ from rich.text import Text
 
 from agentrl.config.presets import demo_alone
 from agentrl.config.schema import EvalConfig
-from agentrl.data.files import finite, write_text
+from agentrl.data.files import finite, write_json
 from agentrl.evaluation.heldout import TRAINING_SPLIT, HeldOutSet
 from agentrl.evaluation.metrics import Estimate, EvalSummary
 from agentrl.evaluation.results import SUMMARY_VERSION
 from agentrl.processes.signals import printable
+from agentrl.progress import Progress
 
 
 def warnings_before(cfg: EvalConfig, sets: Iterable[HeldOutSet]) -> list[str]:
@@ -69,13 +70,19 @@ class Report:
             }
         )
 
-    def to_json(self) -> str:
-        """One JSON object on one line."""
-        return json.dumps(self.to_dict(), allow_nan=False)
+    def print_json(self) -> None:
+        """One JSON object on one line of standard output."""
+        print(json.dumps(self.to_dict(), allow_nan=False), flush=True)
 
     def write(self, path: Path) -> None:
         """Replace ``path`` atomically."""
-        write_text(path, json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
+        write_json(path, self.to_dict())
+
+    def tell(self, path: Path, progress: Progress) -> None:
+        """Write it to ``path`` and show its tables."""
+        self.write(path)
+        for part in self.tables():
+            progress.log(part)
 
     def shortcomings(self, tolerated: float) -> list[str]:
         """Why the evaluation is not to be taken for a whole one, in sentences; empty when it is.
@@ -83,81 +90,70 @@ class Report:
         Args:
             tolerated: share of the episodes that may have ended for reasons of infrastructure.
         """
-        return [line for name, summary in self.sets.items() for line in self._shortcomings(name, summary, tolerated)]
-
-    def _shortcomings(self, name: str, summary: EvalSummary, tolerated: float) -> Iterator[str]:
-        if summary.not_attempted:
-            why = f": {self.stopped}" if self.stopped else ""
-            yield f"{name}: {summary.not_attempted} of {summary.planned} episodes were not attempted{why}"
-        if summary.errors and not summary.success.n:
-            reasons = ", ".join(f"{reason} {count}" for reason, count in summary.stop_reasons.items())
-            yield (
-                f"{name}: not one of {summary.errors} episodes could be scored ({reasons}){self._last()}; their errors "
-                "are in trajectories.jsonl of the run folder"
-            )
-        elif summary.errors > tolerated * summary.planned:
-            yield (
-                f"{name}: {summary.errors} of {summary.episodes} episodes ended for reasons of infrastructure and are "
-                f"not in the score (--fail-on-error {tolerated:g}){self._last()}; their errors are in "
-                "trajectories.jsonl"
-            )
-
-    def _last(self) -> str:
-        return f"; the last: {self.last_error}" if self.last_error else ""
+        last = f"; the last: {self.last_error}" if self.last_error else ""
+        found = []
+        for name, s in self.sets.items():
+            if s.not_attempted:
+                why = f": {self.stopped}" if self.stopped else ""
+                found.append(f"{name}: {s.not_attempted} of {s.planned} episodes were not attempted{why}")
+            if s.errors and not s.success.n:
+                reasons = ", ".join(f"{reason} {count}" for reason, count in s.stop_reasons.items())
+                found.append(
+                    f"{name}: not one of {s.errors} episodes could be scored ({reasons}){last}; their errors are in "
+                    "trajectories.jsonl of the run folder"
+                )
+            elif s.errors > tolerated * s.planned:
+                found.append(
+                    f"{name}: {s.errors} of {s.episodes} episodes ended for reasons of infrastructure and are not in "
+                    f"the score (--fail-on-error {tolerated:g}){last}; their errors are in trajectories.jsonl"
+                )
+        return found
 
     def tables(self) -> Iterator[Table | Text]:
         """The tables of a terminal: the sets side by side, then categories, agents and parts of the reward."""
         yield _main_table(self.sets) if len(self.sets) <= SIDE_BY_SIDE else _wide_table(self.sets)
         for name, summary in self.sets.items():
             if len(summary.categories) > 1:
-                yield _category_table(name, summary)
+                rows = [
+                    [category, str(c.success.n_tasks), *_rate(c.success), _with_error(c.reward), str(c.errors)]
+                    for category, c in summary.categories.items()
+                ]
+                yield _table(f"{name}, by category", CATEGORY_COLUMNS, rows)
         for warning in self.warnings:
             yield Text(f"warning: {warning}", style="bold red")
 
 
-def _words(text: str) -> Text:
-    """Names that an environment gave, as they are: no markup of rich, and nothing that a terminal obeys."""
-    return Text(printable(text))
+CATEGORY_COLUMNS = ("category", "tasks", "success", "95 % interval", "reward", "errors")
+SET_COLUMNS = ("set", "success", "95 % interval", "reward", "scored", "errors", "turns")
+SIDE_BY_SIDE = 3
+"""Most sets that stand side by side in a table."""
 
 
-def _share(estimate: Estimate) -> str:
-    return "–" if math.isnan(estimate.mean) else f"{estimate.mean:.1%}"
-
-
-def _interval(estimate: Estimate) -> str:
-    return "–" if math.isnan(estimate.low) else f"{estimate.low:.1%} – {estimate.high:.1%}"
-
-
-def _with_error(estimate: Estimate, form: str = ".3f") -> str:
-    if math.isnan(estimate.mean):
-        return "–"
-    error = "" if math.isnan(estimate.stderr) else f" ± {estimate.stderr:{form}}"
-    return f"{estimate.mean:{form}}{error}"
+def _table(title: str, columns: Iterable[str | Text], rows: Iterable[Iterable[str | Text]]) -> Table:
+    """Text in it is as it is: no markup of rich, and nothing that a terminal obeys."""
+    table = Table(title=Text(printable(title)), title_justify="left")
+    for place, label in enumerate(columns):
+        table.add_column(label, justify="right" if place else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in row))
+    return table
 
 
 def _number(value: float, form: str) -> str:
     return "–" if math.isnan(value) else f"{value:{form}}"
 
 
-ROWS: dict[str, Callable[[EvalSummary], str]] = {
-    "success": lambda s: _share(s.success),
-    "95 % interval": lambda s: _interval(s.success),
-    "reward (± standard error)": lambda s: _with_error(s.reward),
-}
-SIDE_BY_SIDE = 3
-"""Most sets that stand side by side in a table."""
+def _rate(estimate: Estimate) -> tuple[str, str]:
+    """A rate, and its interval."""
+    interval = "–" if math.isnan(estimate.low) else f"{estimate.low:.1%} – {estimate.high:.1%}"
+    return _number(estimate.mean, ".1%"), interval
 
-COUNTS: dict[str, Callable[[EvalSummary], str]] = {
-    "tasks": lambda s: str(s.success.n_tasks),
-    "episodes scored": lambda s: f"{s.success.n} of {s.planned}",
-    "errors (not scored)": lambda s: str(s.errors),
-    "turns": lambda s: _number(s.turns, ".1f"),
-    "tool calls": lambda s: _number(s.tool_calls, ".1f"),
-    "tokens generated": lambda s: _number(s.tokens, ".0f"),
-    "truncated": lambda s: _number(s.truncation_rate, ".1%"),
-    "seconds per episode": lambda s: _number(s.episode_seconds, ".1f"),
-    "wall time, s": lambda s: _number(s.seconds, ".0f"),
-}
+
+def _with_error(estimate: Estimate | None, form: str = ".3f") -> str:
+    if estimate is None:
+        return ""
+    error = "" if math.isnan(estimate.stderr) else f" ± {estimate.stderr:{form}}"
+    return "–" if math.isnan(estimate.mean) else f"{estimate.mean:{form}}{error}"
 
 
 def _title(sets: dict[str, EvalSummary]) -> str:
@@ -173,53 +169,41 @@ def _label(name: str, summary: EvalSummary) -> Text:
 
 def _wide_table(sets: dict[str, EvalSummary]) -> Table:
     """Of many sets, a row each; what does not fit is in the summary."""
-    table = Table(title=_title(sets), title_justify="left")
-    for label in ("set", "success", "95 % interval", "reward", "scored", "errors", "turns"):
-        table.add_column(label, justify="left" if label == "set" else "right", overflow="fold")
-    for name, s in sets.items():
-        scored = f"{s.success.n} of {s.planned}"
-        reward, turns = _number(s.reward.mean, ".3f"), _number(s.turns, ".1f")
-        table.add_row(
-            _label(name, s), _share(s.success), _interval(s.success), reward, scored, str(s.errors), turns
-        )  # fmt: skip
-    return table
+    rows: list[list[str | Text]] = [
+        [_label(name, s), *_rate(s.success), _number(s.reward.mean, ".3f"), f"{s.success.n} of {s.planned}"]
+        + [str(s.errors), _number(s.turns, ".1f")]
+        for name, s in sets.items()
+    ]
+    return _table(_title(sets), SET_COLUMNS, rows)
 
 
 def _main_table(sets: dict[str, EvalSummary]) -> Table:
-    table = Table(title=_title(sets), title_justify="left")
-    table.add_column("")
-    for name, summary in sets.items():
-        table.add_column(_label(name, summary), justify="right")
-    for label, cell in {**ROWS, **_further_rows(sets), **COUNTS}.items():
-        table.add_row(_words(label), *(cell(s) for s in sets.values()))
-    return table
-
-
-def _further_rows(sets: dict[str, EvalSummary]) -> dict[str, Callable[[EvalSummary], str]]:
-    """pass@k, pass^k, parts of the reward and agents, where some set has them."""
-    rows: dict[str, Callable[[EvalSummary], str]] = {}
-
-    def estimate(found: Estimate | None, form: str) -> str:
-        return "" if found is None else _with_error(found, form)
-
-    for field_name, sign in (("pass_at_k", "@"), ("pass_hat_k", "^")):
-        for k in dict.fromkeys(k for s in sets.values() for k in getattr(s, field_name)):
-            rows[f"pass{sign}{k}"] = lambda s, f=field_name, k=k: estimate(getattr(s, f).get(k), ".1%")
-    parts = dict.fromkeys(part for s in sets.values() for part in s.reward_parts)
+    all_sets = list(sets.values())
+    rows: dict[str, list[str]] = {
+        "success": [_rate(s.success)[0] for s in all_sets],
+        "95 % interval": [_rate(s.success)[1] for s in all_sets],
+        "reward (± standard error)": [_with_error(s.reward) for s in all_sets],
+    }
+    # pass@k, pass^k, parts of the reward and agents, where some set has them
+    for k in dict.fromkeys(k for s in all_sets for k in s.pass_at_k):
+        rows[f"pass@{k}"] = [_with_error(s.pass_at_k.get(k), ".1%") for s in all_sets]
+    for k in dict.fromkeys(k for s in all_sets for k in s.pass_hat_k):
+        rows[f"pass^{k}"] = [_with_error(s.pass_hat_k.get(k), ".1%") for s in all_sets]
+    parts = dict.fromkeys(part for s in all_sets for part in s.reward_parts)
     for part in parts if len(parts) > 1 else ():
-        rows[f"reward: {part}"] = lambda s, p=part: f"{s.reward_parts[p]:.3f}" if p in s.reward_parts else ""
-    for agent in dict.fromkeys(agent for s in sets.values() for agent in s.agents):
-        rows[f"reward of {agent}"] = lambda s, a=agent: estimate(s.agents.get(a), ".3f")
-    return rows
-
-
-def _category_table(name: str, summary: EvalSummary) -> Table:
-    table = Table(title=_words(f"{name}, by category"), title_justify="left")
-    for label in ("category", "tasks", "success", "95 % interval", "reward", "errors"):
-        table.add_column(label, justify="left" if label == "category" else "right")
-    for category, score in summary.categories.items():
-        table.add_row(
-            _words(category), str(score.success.n_tasks), _share(score.success), _interval(score.success),
-            _with_error(score.reward), str(score.errors),
-        )  # fmt: skip
-    return table
+        rows[f"reward: {part}"] = [f"{s.reward_parts[part]:.3f}" if part in s.reward_parts else "" for s in all_sets]
+    for agent in dict.fromkeys(agent for s in all_sets for agent in s.agents):
+        rows[f"reward of {agent}"] = [_with_error(s.agents.get(agent)) for s in all_sets]
+    rows |= {
+        "tasks": [str(s.success.n_tasks) for s in all_sets],
+        "episodes scored": [f"{s.success.n} of {s.planned}" for s in all_sets],
+        "errors (not scored)": [str(s.errors) for s in all_sets],
+        "turns": [_number(s.turns, ".1f") for s in all_sets],
+        "tool calls": [_number(s.tool_calls, ".1f") for s in all_sets],
+        "tokens generated": [_number(s.tokens, ".0f") for s in all_sets],
+        "truncated": [_number(s.truncation_rate, ".1%") for s in all_sets],
+        "seconds per episode": [_number(s.episode_seconds, ".1f") for s in all_sets],
+        "wall time, s": [_number(s.seconds, ".0f") for s in all_sets],
+    }
+    columns = ["", *(_label(name, s) for name, s in sets.items())]
+    return _table(_title(sets), columns, ([label, *cells] for label, cells in rows.items()))

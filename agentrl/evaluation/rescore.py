@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
+import itertools
 import json
 import math
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -31,15 +29,15 @@ from agentrl.data.files import JsonLines
 from agentrl.data.records import to_record
 from agentrl.data.run_folder import RunDir
 from agentrl.envs.tool_env import ToolEnv
-from agentrl.errors import ConfigError, DataError
-from agentrl.evaluation.metrics import summarize
-from agentrl.evaluation.play import first_of
+from agentrl.errors import ConfigError, DataError, describe
+from agentrl.evaluation.metrics import EvalSummary, summarize
 from agentrl.evaluation.report import Report
 from agentrl.evaluation.results import SUMMARY, TRAJECTORIES, EvalResult, load
+from agentrl.evaluation.run import first_of
 from agentrl.progress import Progress, shown
 from agentrl.rewards import load as load_reward
 from agentrl.rewards.number import checked_reward
-from agentrl.rollout.env_calls import describe, entry_point
+from agentrl.rollout.episode import entry_point
 from agentrl.rollout.setup import make_env
 from agentrl.tools.json_schema import shorten
 from agentrl.types import Message, Outcome, StopReason, Trajectory, replace
@@ -75,70 +73,55 @@ def rescore(cfg: EvalConfig) -> int:
     cfg = cfg.replace(sandbox=cfg.sandbox or old.sandbox)
     for name in result.sets:  # what cannot be made is said before a folder is
         _environment(about[name]["env"], dict(about[name]["env_args"]), cfg).close()
+    number = next(n for n in itertools.count(1) if not (result.path / f"rescored-{n}").exists())
     with contextlib.ExitStack() as stack:
-        run = stack.enter_context(RunDir.create(old.replace(output_dir=str(_new_folder(result.path)))))
+        run = stack.enter_context(RunDir.create(old.replace(output_dir=str(result.path / f"rescored-{number}"))))
         run.describe(evaluation=result.record["evaluation"], rescored={"custom_rm_path": cfg.custom_rm_path})
         console = Console(stderr=True, highlight=False) if cfg.json else None
         progress = stack.enter_context(Progress(f"agentrl eval --rescore · {result.path.name}", 0, console=console))
-        sets, kept = {}, Counter()
-        for name, trajectories in result.sets.items():
+        lines = stack.enter_context(contextlib.closing(JsonLines(run.path / TRAJECTORIES)))
+        kept: Counter[str] = Counter()
+        summaries = {}
+        for name, before in result.sets.items():
             progress.stage(f"scoring {name}")
-            spec, kwargs = about[name]["env"], dict(about[name]["env_args"])
-            sets[name], reasons = asyncio.run(_rescore_set(cfg, spec, kwargs, trajectories))
+            spec, kwargs, split = about[name]["env"], dict(about[name]["env_args"]), about[name]["split"]
+            rescored_set, reasons = asyncio.run(_rescore_set(cfg, spec, kwargs, before))
             kept += reasons
-        return _report(cfg, result, sets, kept, run, progress)
-
-
-def _new_folder(folder: Path) -> Path:
-    number = 1
-    while (folder / f"rescored-{number}").exists():
-        number += 1
-    return folder / f"rescored-{number}"
+            lines.append(*(to_record(trajectory, set_name=name) for trajectory in rescored_set))
+            was = result.summaries.get(name, {})
+            seconds, planned = was.get("seconds") or 0.0, was.get("planned") or 0
+            summaries[name] = summarize(name, split, rescored_set, seconds, planned=planned)
+        lines.sync()
+        return _report(cfg, result, summaries, kept, run, progress)
 
 
 def _report(
     cfg: EvalConfig,
     result: EvalResult,
-    sets: Mapping[str, list[Trajectory]],
+    summaries: dict[str, EvalSummary],
     kept: Counter[str],
     run: RunDir,
     progress: Progress,
 ) -> int:
-    lines = JsonLines(run.path / TRAJECTORIES)
-    for name, trajectories in sets.items():
-        for trajectory in trajectories:
-            lines.append(to_record(trajectory, set_name=name))
-    lines.sync()
-    lines.close()
-    summaries = {}
-    for name, trajectories in sets.items():
-        before = result.summaries.get(name, {})
-        about = result.record["evaluation"]["sets"][name]
-        seconds, planned = before.get("seconds") or 0.0, before.get("planned") or 0
-        summaries[name] = summarize(name, about["split"], trajectories, seconds, planned=planned)
-    warnings = [f"{count} episodes keep their old reward: {reason}" for reason, count in kept.most_common()]
     report = Report(
         summaries,
         model=json.dumps(result.record["evaluation"].get("model")),
         folder=str(run.path),
-        warnings=warnings,
+        warnings=[f"{count} episodes keep their old reward: {reason}" for reason, count in kept.most_common()],
         extra={"rescored_from": str(result.path), "kept": dict(kept)},
     )
-    report.write(run.path / SUMMARY)
-    for part in report.tables():
-        progress.log(part)
-    for name, summary in summaries.items():
-        before = summarize(name, summary.split, result.sets[name], 0.0)
+    report.tell(run.path / SUMMARY, progress)
+    for name, after in summaries.items():
+        before = summarize(name, after.split, result.sets[name], 0.0)
         progress.log(
             Text(
-                f"{name}: success {before.success.mean:.1%} → {summary.success.mean:.1%}, "
-                f"reward {before.reward.mean:.3f} → {summary.reward.mean:.3f}"
+                f"{name}: success {before.success.mean:.1%} → {after.success.mean:.1%}, "
+                f"reward {before.reward.mean:.3f} → {after.reward.mean:.3f}"
             )
         )
     progress.log(Text(f"written to {shown(run.path)}; what was there is as it was"))
     if cfg.json:
-        sys.stdout.write(report.to_json() + "\n")
-        sys.stdout.flush()
+        report.print_json()
     return 1 if kept else 0
 
 
@@ -169,7 +152,8 @@ async def _rescore_set(
                 except Exception as error:  # a reward function may raise anything; the episode is as it was
                     kept[shorten(describe(error), CATEGORIES_OF_ERRORS)] += 1
         finally:
-            await _close(env)
+            with contextlib.suppress(Exception):  # user code, of an environment that is of no more use
+                await entry_point(env, "close")()
 
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -301,12 +285,7 @@ def _text(message: Mapping[str, Any]) -> str:
     if message.get("content"):
         parts.append(str(message["content"]))
     for call in message.get("tool_calls") or ():
-        function = copy.deepcopy(call.get("function", call))
+        function = call.get("function", call)
         body = json.dumps({"name": function.get("name"), "arguments": function.get("arguments")}, ensure_ascii=False)
         parts.append(f"<tool_call>\n{body.replace('<', chr(92) + 'u003c')}\n</tool_call>")
     return "\n".join(parts)
-
-
-async def _close(env: Any) -> None:
-    with contextlib.suppress(Exception):  # user code, of an environment that is of no more use
-        await entry_point(env, "close")()

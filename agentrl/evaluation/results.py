@@ -6,12 +6,11 @@ by step, ``evaluations.jsonl``); both are read into the same :class:`EvalResult`
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.data.files import read_jsonl
+from agentrl.data.files import read_json, read_jsonl
 from agentrl.data.records import SCHEMA_VERSION, from_record
 from agentrl.data.store import TrajectoryStore
 from agentrl.errors import DataError
@@ -98,7 +97,7 @@ def read_summaries(file: Path) -> dict[str, dict[str, Any]]:
     """Set -> numbers of a ``summary.json``; empty when there is none. Raises DataError when it is damaged or newer."""
     if not file.is_file():
         return {}
-    values = _json_object(file)
+    values = read_json(file)
     version = values.get("schema_version")
     if not isinstance(version, int) or version > SUMMARY_VERSION or not isinstance(values.get("sets"), dict):
         raise DataError(
@@ -109,18 +108,9 @@ def read_summaries(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _description(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    record, config = (folder / name for name in (RECORD, CONFIG))
-    return tuple(_json_object(file) if file.is_file() else {} for file in (record, config))  # type: ignore[return-value]
-
-
-def _json_object(file: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file}: cannot be read: {error}") from None
-    if not isinstance(values, dict):
-        raise DataError(f"{file}: expected an object, got {type(values).__name__}")
-    return values
+    """``run.json`` and ``config.json``; empty where they are not there."""
+    record, config = (read_json(file) if (file := folder / name).is_file() else {} for name in (RECORD, CONFIG))
+    return record, config
 
 
 def _training_run(folder: Path, step: int | None, train: bool, segments: bool) -> EvalResult:

@@ -9,9 +9,8 @@ import asyncio
 import contextlib
 import datetime
 import json
-import sys
 import time
-from collections.abc import Callable, Container, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,13 @@ from rich.text import Text
 
 from agentrl.config.schema import EvalConfig
 from agentrl.config.serialize import run_folder_of
-from agentrl.data.files import JsonLines, atomic_file, json_line, read_jsonl
+from agentrl.data.episodes import Episode, by_episode, is_error, is_whole
+from agentrl.data.files import JsonLines, read_jsonl, write_jsonl
 from agentrl.data.records import to_record
 from agentrl.data.run_folder import RunDir
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, EngineError
 from agentrl.evaluation.heldout import HeldOutSet, held_out_sets, rehearse_set
-from agentrl.evaluation.metrics import EvalSummary, by_episode, is_error, is_whole, summarize
-from agentrl.evaluation.play import POLL_SECONDS, Admission, plan, play_set
+from agentrl.evaluation.metrics import summarize
 from agentrl.evaluation.policy import Policy, described, model_folder, model_identity, open_policy, settled
 from agentrl.evaluation.record import identity, refuse_other
 from agentrl.evaluation.report import Report, warnings_before
@@ -35,12 +34,17 @@ from agentrl.evaluation.results import SUMMARY, TRAJECTORIES, read_episodes, rea
 from agentrl.processes.signals import cancel_on_signals, write_log_to
 from agentrl.processes.warden import Warden
 from agentrl.progress import Progress, shown
-from agentrl.rollout.setup import scratch
-from agentrl.types import Trajectory, replace
+from agentrl.rollout.setup import episode_limits, eval_params, make_env, scratch
+from agentrl.types import Task, Trajectory, replace
 
 DATE = "chat_template_date"
 IDENTITY = "evaluation"
 """Key of ``run.json`` that holds what is evaluated."""
+
+HOPELESS = 32
+"""Infrastructure errors without a single scored episode after which no more are started."""
+
+POLL_SECONDS = 1.0
 
 
 def evaluate(cfg: EvalConfig) -> int:
@@ -69,23 +73,20 @@ def evaluate(cfg: EvalConfig) -> int:
         progress = stack.enter_context(Progress(f"agentrl eval · {run.path.name}", 0, console=console))
         write_log_to(run.logs / "driver.log", cfg.log_level)
         run.describe(policy=described(cfg, model), **{DATE: cfg.chat_template_date})
-        session = Session(cfg, sets, run, progress, warnings=warnings_before(cfg, sets))
-        about = [f"run folder  {run.path}", f"model       {described(cfg, model)}", f"tasks       {_tasks(sets)}"]
+        session = Session(cfg, sets, run, progress, model, warnings_before(cfg, sets))
+        tasks = ", ".join(
+            f"{s.name} {len(s.tasks)}" + ("" if s.available in (None, len(s.tasks)) else f" of {s.available}")
+            for s in sets
+        )
+        about = [f"run folder  {run.path}", f"model       {described(cfg, model)}", f"tasks       {tasks}"]
         progress.log(Text("\n".join(about)))
         for warning in session.warnings:
             progress.log(Text(f"warning: {warning}", style="bold red"))
         if session.remaining():
             temporary = stack.enter_context(contextlib.ExitStack())
             temporary.enter_context(scratch(temporary.enter_context(Warden())))
-            session.play(model)
-        return session.report(model)
-
-
-def _tasks(sets: Sequence[HeldOutSet]) -> str:
-    """How many tasks of each set are played, and of how many."""
-    return ", ".join(
-        f"{s.name} {len(s.tasks)}" + ("" if s.available in (None, len(s.tasks)) else f" of {s.available}") for s in sets
-    )
+            session.play()
+        return session.end()
 
 
 def _dated(cfg: EvalConfig) -> EvalConfig:
@@ -126,6 +127,28 @@ def _open_folder(cfg: EvalConfig, what: dict[str, Any]) -> RunDir:
     return run
 
 
+@dataclass(frozen=True)
+class Planned:
+    """An episode to be played: sample ``number`` of ``task``. Its ids are the same in every start of an evaluation."""
+
+    task: Task
+    group_id: str
+    number: int
+
+    @property
+    def episode_id(self) -> str:
+        return f"{self.group_id}-{self.number:03d}"
+
+
+def plan(held_out: HeldOutSet, samples: int) -> list[Planned]:
+    """All episodes of a set, first each task once, so that an evaluation cut short has seen as many tasks as it can."""
+    return [
+        Planned(task, f"{held_out.name}-{index:06d}", number)
+        for number in range(samples)
+        for index, task in enumerate(held_out.tasks)
+    ]
+
+
 @dataclass
 class Session:
     """One start of an evaluation: what is there of earlier ones, and what is added."""
@@ -134,15 +157,21 @@ class Session:
     sets: Sequence[HeldOutSet]
     run: RunDir
     progress: Progress
+    model: str | None
+    """HF folder; None: a server has it."""
     warnings: list[str] = field(default_factory=list)
     stopped: str | None = None
+    """Why no further episode starts."""
 
     def __post_init__(self) -> None:
-        self._earlier = {name: s.get("seconds") or 0.0 for name, s in read_summaries(self.run.path / SUMMARY).items()}
-        self._seconds = dict.fromkeys((s.name for s in self.sets), 0.0)
+        self._seconds = {s.name: 0.0 for s in self.sets}
+        for name, summary in read_summaries(self.run.path / SUMMARY).items():
+            self._seconds[name] = summary.get("seconds") or 0.0
         self._ended = self._kept()
         self._last_error: str | None = None
         self._planned = {s.name: plan(s, self.cfg.n_samples_per_eval_prompt) for s in self.sets}
+        self._deadline: float | None = None
+        self._errors, self._scored = 0, False
 
     def _kept(self) -> dict[str, list[Trajectory]]:
         """Set -> episodes of earlier starts; those that failed for reasons of infrastructure are played again.
@@ -151,137 +180,181 @@ class Session:
         """
         file = self.run.path / TRAJECTORIES
         kept: dict[str, list[Trajectory]] = {s.name: [] for s in self.sets}
-        if not file.is_file():
-            return kept
         lost = False
-        for name, trajectories in read_episodes(file, segments=False).items():
+        for name, trajectories in read_episodes(file, segments=False).items() if file.is_file() else ():
             for episode in by_episode(trajectories):
                 if is_error(episode) or not is_whole(episode):
                     lost = True
                 elif name in kept:
-                    kept[name] += map(without_text, episode)
+                    kept[name] += map(_without_text, episode)
         if lost:
-            rewrite(file, {t.trajectory_id for trajectories in kept.values() for t in trajectories})
+            ids = {t.trajectory_id for trajectories in kept.values() for t in trajectories}
+            write_jsonl(file, (record for record in read_jsonl(file) if record["trajectory_id"] in ids))
         return kept
 
-    def _done(self, name: str) -> set[str]:
-        return {t.episode_id for t in self._ended[name]}
-
-    def _ended_episodes(self) -> int:
-        return sum(len(self._done(name)) for name in self._ended)
+    def _open(self, name: str) -> list[Planned]:
+        """Episodes of a set that are still to be played."""
+        done = {t.episode_id for t in self._ended[name]}
+        return [p for p in self._planned[name] if p.episode_id not in done]
 
     def remaining(self) -> int:
-        """Episodes that are still to be played."""
-        return sum(len({p.episode_id for p in self._planned[s.name]} - self._done(s.name)) for s in self.sets)
+        """Episodes that are still to be played, of all sets."""
+        return sum(len(self._open(s.name)) for s in self.sets)
 
-    def play(self, model: str | None) -> None:
+    def play(self) -> None:
         """Play what remains. Whatever happens, what was played is in the folder, with a summary.
 
         Raises:
             AgentRLError: engines did not start, or cannot answer any more.
             KeyboardInterrupt: after the same cleaning up.
         """
-        before = self._ended_episodes()
-        if before:
-            self.progress.log(Text(f"{before} episodes are there already, {self.remaining()} remain"))
+        total, before = sum(map(len, self._planned.values())), self.remaining()
+        if before < total:
+            self.progress.log(Text(f"{total - before} episodes are there already, {before} remain"))
         self.stopped = "it was interrupted"
-        self.rehearse()
+        for held_out in self.sets:  # without a model, so that what is wrong with its code is said at once
+            if self._open(held_out.name):
+                rehearse_set(self.cfg, held_out)
         try:
-            asyncio.run(_until_sigterm(self._play(model)))
+            asyncio.run(self._play())
         except BaseException:
-            if self._ended_episodes() > before:
-                self.summary(model).write(self.run.path / SUMMARY)
+            if self.remaining() < before:
+                self.report().write(self.run.path / SUMMARY)
                 self.progress.log(Text(f"stopped early; the same command with --output-dir {self.folder} goes on"))
             raise
 
-    def rehearse(self) -> None:
-        """Play one episode of each set without a model, so that what is wrong with its code is said at once."""
-        for held_out in self.sets:
-            if len(self._done(held_out.name)) < len(self._planned[held_out.name]):
-                rehearse_set(self.cfg, held_out)
-
-    async def _play(self, model: str | None) -> None:
+    async def _play(self) -> None:
         cfg = self.cfg
-        limit = cfg.eval_time_limit
-        admission = Admission(None if limit is None else time.monotonic() + limit)
-        lines = JsonLines(self.run.path / TRAJECTORIES)
-        total, done = sum(map(len, self._planned.values())), self._ended_episodes()
-        self.progress.stage("starting engines" if model is not None else "connecting to the server")
-        try:
-            acts_in = [(held_out.spec, held_out.kwargs) for held_out in self.sets]
-            async with open_policy(cfg, model, logs=self.run.logs, environments=acts_in) as policy:
+        self._deadline = None if cfg.eval_time_limit is None else time.monotonic() + cfg.eval_time_limit
+        self.progress.stage("starting engines" if self.model is not None else "connecting to the server")
+        acts_in = [(held_out.spec, held_out.kwargs) for held_out in self.sets]
+        reason: str | None = None
+        with cancel_on_signals(), contextlib.closing(JsonLines(self.run.path / TRAJECTORIES)) as lines:
+            async with open_policy(cfg, self.model, logs=self.run.logs, environments=acts_in) as policy:
                 for note in policy.about_template:
                     self.progress.log(Text(note))
                 for held_out in self.sets:
                     self.progress.stage(f"evaluating {held_out.name} ({held_out.split})")
                     began = time.monotonic()
-
-                    def on_episode(trajectories: Sequence[Trajectory], name: str = held_out.name) -> None:
-                        nonlocal done
-                        lines.append(*(to_record(t, set_name=name) for t in trajectories))
-                        self._ended[name] += map(without_text, trajectories)
-                        done += 1
-                        if is_error(trajectories):
-                            self._last_error = f"{trajectories[0].stop_reason}: {trajectories[0].error}"
-
-                    watching = asyncio.create_task(self._tell(policy, lambda: self.progress.counted(done, total)))
                     try:
-                        await play_set(
-                            cfg, held_out, policy, done=self._done(held_out.name), admission=admission,
-                            on_episode=on_episode,
-                        )  # fmt: skip
+                        async with self._telling(policy):
+                            reason = await self._play_set(held_out, policy, lines, reason)
                     finally:
-                        watching.cancel()
                         self._seconds[held_out.name] += time.monotonic() - began
-                self.stopped = admission.reason
+                        lines.sync()
+                self.stopped = reason
                 self.warnings += policy.notes
-        finally:
-            lines.sync()
-            lines.close()
 
-    async def _tell(self, policy: Policy, count: Callable[[], None]) -> None:
+    async def _play_set(self, held_out: HeldOutSet, policy: Policy, lines: JsonLines, reason: str | None) -> str | None:
+        """Play the open episodes of a set; those that run when no more may start are played to their end.
+
+        Returns:
+            Why no further episode starts; None where there is no reason.
+
+        Raises:
+            EngineError: no engine is left.
+            ConfigError: what is asked for cannot work at all (a key that the server refuses, say).
+        """
+        from agentrl.rollout.worker import EpisodeRunner
+
+        cfg = self.cfg
+        runner = EpisodeRunner(
+            lambda: make_env(held_out.spec, held_out.kwargs, tool_timeout=cfg.tool_timeout, sandbox=cfg.sandbox),
+            policy.client,
+            policy.chat,
+            eval_params(cfg),
+            episode_limits(cfg.held_out),
+            cfg.rollout_concurrency,
+            max_retries=cfg.max_retries,
+            generate=cfg.custom_generate_function_path,
+        )
+        pending = iter(self._open(held_out.name))
+
+        async def player() -> None:
+            nonlocal reason
+            for planned in pending:
+                if self._deadline is not None and time.monotonic() >= self._deadline:
+                    reason = reason or "the time of --eval-time-limit was up"
+                if reason is not None:
+                    return
+                group = await runner.run_group(planned.task, 1, planned.group_id, indices=(planned.number,))
+                lines.append(*(to_record(t, set_name=held_out.name) for t in group.trajectories))
+                hopeless = self._note(held_out.name, group.trajectories)
+                reason = reason or hopeless
+
+        async def all_players() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(cfg.rollout_concurrency):
+                    tasks.create_task(player())
+
+        try:
+            await _unless_broken(asyncio.create_task(all_players()), policy)
+        except BaseExceptionGroup as errors:
+            raise first_of(errors) from None
+        finally:
+            await runner.close()
+        return reason
+
+    def _note(self, name: str, episode: Episode) -> str | None:
+        """Take note of how an episode ended; returns why none should follow, where nothing succeeds."""
+        self._ended[name] += map(_without_text, episode)
+        if not is_error(episode):
+            self._scored = True
+            return None
+        self._errors += 1
+        self._last_error = f"{episode[0].stop_reason}: {episode[0].error}"
+        if self._scored or self._errors < HOPELESS:
+            return None
+        return f"the first {self._errors} episodes ended for reasons of infrastructure"
+
+    @contextlib.asynccontextmanager
+    async def _telling(self, policy: Policy) -> AsyncIterator[None]:
         """Show how far it is and what is wrong, also while no episode ends."""
-        told: str | None = None
-        while True:
-            await asyncio.sleep(POLL_SECONDS)
-            count()
-            wrong = policy.trouble()
-            trouble = f"a request got no answer and is sent again: {wrong}" if wrong else self._last_error
-            if trouble and not told:  # one is enough while nothing else happens; the last one is told at the end
-                self.progress.warn(trouble)
-            told = trouble or told
+
+        async def tell() -> None:
+            told: str | None = None
+            total = sum(map(len, self._planned.values()))
+            while True:
+                await asyncio.sleep(POLL_SECONDS)
+                self.progress.counted(total - self.remaining(), total)
+                wrong = policy.trouble()
+                trouble = f"a request got no answer and is sent again: {wrong}" if wrong else self._last_error
+                if trouble and not told:  # one is enough while nothing else happens; the last one is told at the end
+                    self.progress.warn(trouble)
+                told = trouble or told
+
+        telling = asyncio.create_task(tell())
+        try:
+            yield
+        finally:
+            telling.cancel()
 
     @property
     def folder(self) -> str:
         """The run folder as a person would type it."""
         return shown(self.run.path)
 
-    def summary(self, model: str | None) -> Report:
+    def report(self) -> Report:
         """The report of what has ended so far, of all starts."""
+        summaries = {
+            s.name: summarize(
+                s.name, s.split, self._ended[s.name], self._seconds[s.name], planned=len(self._planned[s.name])
+            )
+            for s in self.sets
+        }
         return Report(
-            self._summaries(),
-            model=described(self.cfg, model),
+            summaries,
+            model=described(self.cfg, self.model),
             folder=str(self.run.path),
             warnings=self.warnings,
             stopped=self.stopped,
             last_error=self._last_error,
         )
 
-    def _summaries(self) -> dict[str, EvalSummary]:
-        found = {}
-        for held_out in self.sets:
-            name = held_out.name
-            seconds = self._seconds[name] + self._earlier.get(name, 0.0)
-            planned = len(self._planned[name])
-            found[name] = summarize(name, held_out.split, self._ended[name], seconds, planned=planned)
-        return found
-
-    def report(self, model: str | None) -> int:
+    def end(self) -> int:
         """Write the summary, show the tables, return the exit code."""
-        report = self.summary(model)
-        report.write(self.run.path / SUMMARY)
-        for part in report.tables():
-            self.progress.log(part)
+        report = self.report()
+        report.tell(self.run.path / SUMMARY, self.progress)
         self.progress.log(Text(f"every episode is in {shown(self.run.path / TRAJECTORIES)}"))
         shortcomings = report.shortcomings(self.cfg.fail_on_error)
         for line in shortcomings:
@@ -289,24 +362,35 @@ class Session:
         if shortcomings:
             self.progress.log(Text(f"incomplete: the same command with --output-dir {self.folder} goes on"))
         if self.cfg.json:
-            sys.stdout.write(report.to_json() + "\n")
-            sys.stdout.flush()
+            report.print_json()
         return 1 if shortcomings else 0
 
 
-def without_text(trajectory: Trajectory) -> Trajectory:
+def _without_text(trajectory: Trajectory) -> Trajectory:
     """What the summary needs of an episode that is in the file: memory must not grow with every token."""
     return replace(trajectory, segments=[], messages=[])
 
 
-def rewrite(file: Path, keep: Container[str]) -> None:
-    """Leave the trajectories with these ids in a ``trajectories.jsonl``: the whole file is replaced, or nothing."""
-    with atomic_file(file) as stream:
-        for record in read_jsonl(file):
-            if record["trajectory_id"] in keep:
-                stream.write(json_line(record))
+async def _unless_broken(playing: asyncio.Task[None], policy: Policy) -> None:
+    """Await ``playing``, unless the policy can answer no more: episodes would then wait out every deadline.
+
+    Raises:
+        EngineError: it cannot; the text says why.
+    """
+    try:
+        while not playing.done():
+            await asyncio.wait([playing], timeout=POLL_SECONDS)
+            if (reason := policy.broken()) and not playing.done():
+                raise EngineError(reason)
+    finally:
+        if playing.cancel():
+            await asyncio.wait([playing], timeout=POLL_SECONDS)
+    await playing
 
 
-async def _until_sigterm(work: Coroutine[Any, Any, Any]) -> Any:
-    with cancel_on_signals():
-        return await work
+def first_of(errors: BaseExceptionGroup[Any]) -> BaseException:
+    """The first error in a group of groups."""
+    first: BaseException = errors
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return first

@@ -16,8 +16,8 @@ import numpy as np
 from rich.text import Text
 
 from agentrl.config.names import nearest
+from agentrl.data.episodes import by_episode, is_error, solved
 from agentrl.errors import ConfigError, DataError
-from agentrl.evaluation.metrics import by_episode, is_error, solved
 from agentrl.evaluation.results import EvalResult
 from agentrl.processes.signals import printable
 from agentrl.types import Message, Outcome, Segment, Trajectory

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from agentrl.algorithms.grpo import zero_variance_fraction
+from agentrl.data.episodes import by_episode, reward_of, solved
 from agentrl.types import Group, Outcome, Trajectory
 
 
@@ -22,13 +23,13 @@ def rollout_metrics(
     everything = [t for group in groups for t in group.trajectories]
     scored = [t for t in everything if t.outcome is not Outcome.INFRA_ERROR]
     episodes, all_episodes = by_episode(scored), by_episode(everything)
-    rewards = [_mean([t.reward for t in e]) for e in episodes]
+    rewards = [reward_of(e) for e in episodes]
     lengths = [sum(t.num_tokens for t in e) for e in episodes]
     generated = sum(t.num_sampled for t in everything)
     metrics = {
         "rollout/reward": _mean(rewards),
         "rollout/reward_std": float(np.std(rewards)) if rewards else float("nan"),
-        "rollout/success": _mean([float(_solved(e)) for e in episodes]),
+        "rollout/success": _mean([float(solved(e)) for e in episodes]),
         "rollout/turns": _mean([sum(t.num_turns for t in e) for e in episodes]),
         "rollout/tool_calls": _mean([sum(len(t.tool_calls) for t in e) for e in episodes]),
         "rollout/tool_retries": float(sum(_retries(t) for e in all_episodes for t in e)),
@@ -56,14 +57,6 @@ def rollout_metrics(
     return metrics | _of_agents(scored)
 
 
-def by_episode(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
-    """Trajectories that are of one episode together; more than one where several agents played."""
-    episodes: dict[str, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        episodes.setdefault(trajectory.episode_id, []).append(trajectory)
-    return list(episodes.values())
-
-
 def _of_agents(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """What is each agent's own, where several play."""
     of_agent: dict[str, list[Trajectory]] = {}
@@ -80,11 +73,6 @@ def _of_agents(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else float("nan")
-
-
-def _solved(episode: Sequence[Trajectory]) -> bool:
-    success = episode[0].success
-    return success if success is not None else _mean([t.reward for t in episode]) > 0
 
 
 def _retries(trajectory: Trajectory) -> int:

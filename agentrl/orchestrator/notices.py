@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from agentrl.orchestrator.metrics import by_episode
+from agentrl.data.episodes import by_episode
 from agentrl.types import Group, Outcome
 
 

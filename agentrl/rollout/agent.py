@@ -46,7 +46,7 @@ class Opening:
 
 
 @dataclass
-class AgentPart:
+class Agent:
     """An agent's conversation, what it did and what it earned."""
 
     name: str
@@ -76,7 +76,7 @@ class AgentPart:
             self._early += reward
 
 
-def shares(agents: Mapping[str, AgentPart], reward: float, given: Any) -> list[tuple[AgentPart, float]]:
+def shares(agents: Mapping[str, Agent], reward: float, given: Any) -> list[tuple[Agent, float]]:
     """What each agent gets of a step: its part of ``info["agent_rewards"]``; without that, the step's reward each.
 
     Raises:

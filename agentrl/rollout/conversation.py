@@ -20,14 +20,11 @@ from agentrl.rollout.policies.sglang import PolicyClient, new_rid
 from agentrl.rollout.sampling import for_turn, turn_seed
 from agentrl.rollout.template.chat import INLINE, ChatTemplate
 from agentrl.rollout.template.extension import Earlier
-from agentrl.shared_keys import SharedKeys
-from agentrl.tools.formats import Parsed, Parser
+from agentrl.tools.formats import Action, Parsed, Parser
 from agentrl.types import Message, SamplingParams, Segment, StopReason, replace
 
 AUTHOR_ROLES = ("system", "developer", "assistant")
 """Roles of a first prompt whose text is the author's own unless the task says otherwise: instructions and examples."""
-
-_turn_record = SharedKeys()
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class EpisodeEnd(Exception):
 class Turn:
     """What one call of the policy gave."""
 
-    text: str  # without the end-of-turn token
+    text: Action  # without the end-of-turn token; carries ``parsed``
     parsed: Parsed
     message: Message
     finish_reason: str
@@ -201,30 +198,30 @@ class Conversation:
             )
         except EngineError as error:
             raise EpisodeEnd(StopReason.ENGINE_ERROR, str(error)) from error
-        seconds = time.monotonic() - started
-        self.engine_seconds += seconds
+        finally:
+            seconds = time.monotonic() - started
+            self.engine_seconds += seconds
         self._ledger.append_sampled(generation)
-        # Not every prompt of a template ends alike: DeepSeek-R1's opens the reasoning, save after a tool.
+        # Not every prompt of a template ends alike: DeepSeek-R1's opens the reasoning, but not after a tool.
         opening = self._chat.opening_of(prompt)
-        text = self._chat.text(generation.tokens, opening)
-        parsed = self._parser.parse(text)
-        message = self._chat.history_message(text, parsed, self._parser.name)
+        text = Action(self._chat.text(generation.tokens, opening), self._parser)
+        message = self._chat.history_message(text, text.parsed, self._parser.name)
         self._sampled[len(self.messages)] = generation.tokens
         self.messages.append(message)
         cut_short = None
         if generation.finish_reason == "length":
             cut_short = StopReason.MAX_CONTEXT if budget == room else StopReason.MAX_TOKENS
         self._said = text[len(opening) :]
-        turn = Turn(text, parsed, message, generation.finish_reason, generation.tokens, cut_short)
+        turn = Turn(text, text.parsed, message, generation.finish_reason, generation.tokens, cut_short)
         self._last = self.last_turn = turn
         self.turns.append(
-            _turn_record(
-                prompt_tokens=len(prompt),
-                sampled_tokens=len(generation.tokens),
-                cached_tokens=generation.cached_tokens,
-                finish_reason=generation.finish_reason,
-                engine_seconds=seconds,
-            )
+            {
+                "prompt_tokens": len(prompt),
+                "sampled_tokens": len(generation.tokens),
+                "cached_tokens": generation.cached_tokens,
+                "finish_reason": generation.finish_reason,
+                "engine_seconds": seconds,
+            }
         )
         return turn
 

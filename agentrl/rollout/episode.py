@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from agentrl.concurrency.event_loop import attend
-from agentrl.concurrency.threads import contained
-from agentrl.errors import ConfigError, EnvError, InfraError, LedgerError
+from agentrl.concurrency.threads import contained, own_thread
+from agentrl.errors import ConfigError, EnvError, InfraError, LedgerError, describe
 from agentrl.rewards.number import checked_reward
-from agentrl.rollout.agent import SOLE_AGENT, AgentPart, Opening, shares
+from agentrl.rollout.agent import SOLE_AGENT, Agent, Opening, shares
 from agentrl.rollout.conversation import Conversation, EpisodeEnd, EpisodeLimits, Turn
-from agentrl.rollout.env_calls import describe, entry_point
 from agentrl.rollout.generate_hook import GenerateContext, GenerateFunction
 from agentrl.rollout.policies.sglang import PolicyClient
 from agentrl.rollout.template.chat import ChatTemplate
 from agentrl.tools.formats import get_parser
 from agentrl.types import Message, Outcome, SamplingParams, StopReason, Task, Trajectory
-
-__all__ = ["Episode", "EpisodeLimits", "describe", "play_episode", "run_episode"]
 
 _STEP_KEYS = frozenset(
     {"messages", "tools", "stop", "raw_prompt", "trusted_roles", "template_kwargs"}
@@ -33,9 +30,7 @@ _STEP_KEYS = frozenset(
     | {"agent", "prompts", "agent_rewards"}
     | {"episode_id", "episode_agents"}  # ours: an environment's own would make one episode of several
 )
-_FORFEITING = frozenset(
-    {StopReason.MAX_TOKENS, StopReason.MAX_CONTEXT, StopReason.MAX_TOOL_OUTPUT, StopReason.MAX_TURNS}
-)
+_BUDGETS = frozenset({StopReason.MAX_TOKENS, StopReason.MAX_CONTEXT, StopReason.MAX_TOOL_OUTPUT, StopReason.MAX_TURNS})
 
 
 async def run_episode(env: Any, task: Task, **options: Any) -> Trajectory:
@@ -63,7 +58,8 @@ async def play_episode(
 
     Args:
         env: an :class:`agentrl.Env`, or any Gymnasium environment from text to text. It is neither closed
-            nor left reset; after an infra error or a timeout it should not be used again.
+            nor left reset; after an infra error or a timeout it should not be used again. Each step is taken with an
+            :class:`~agentrl.tools.formats.Action`: the turn's text, which carries its parse.
         task: seed and options of the reset.
         params: sampling; ``max_new_tokens`` is a further cap on each turn.
         trajectory_id: of the episode. The trajectories of several agents are ``<trajectory_id>:<agent>``, each
@@ -90,8 +86,23 @@ async def play_episode(
     return episode.trajectories(group_id, reason, error, retryable)
 
 
+def entry_point(env: Any, name: str) -> Callable[..., Awaitable[Any]]:
+    """``env.areset`` or ``env.astep``; of an environment without it the blocking one, always in the same thread."""
+    coroutine_function = getattr(env, f"a{name}", None)
+    if coroutine_function is not None:
+        return coroutine_function
+
+    def in_thread(*args: Any, **kwargs: Any) -> Awaitable[Any]:
+        return own_thread(getattr(env, "unwrapped", env)).run(getattr(env, name), *args, **kwargs)
+
+    return in_thread
+
+
 class Episode:
     """State of one episode; what the loop and custom generate functions share."""
+
+    conversation: Conversation
+    """That of the agent whose turn it is."""
 
     def __init__(
         self,
@@ -107,27 +118,21 @@ class Episode:
         self._client, self._chat, self._params = client, chat, params
         self._trajectory_id = trajectory_id
         self._started = time.monotonic()
-        self._engine_seconds = 0.0  # waited for the engine, a call that was given up included
         self._rewards: dict[str, float] = {}
         self._success: bool | None = None
         self._info: dict[str, Any] = {}
         self._end: EpisodeEnd | None = None
         self._opening = Opening()  # what the reset says of the first prompt
         self._raw: tuple[list[Message], str] | None = None  # first messages, and the text to send for them
-        call_format = getattr(env, "call_format", "auto")
+        self._options = {"split": task.split, **task.options}
+        call_format = getattr(env, "call_format", None)
         if call_format == "auto":
-            call_format = chat.call_format
-            if hasattr(env, "call_format"):
-                env.call_format = call_format
-        self._parser = get_parser(call_format)
-        self._acting = AgentPart(SOLE_AGENT, self._conversation(trajectory_id))
-        self._agents = {SOLE_AGENT: self._acting}
+            self._options["call_format"] = chat.call_format
+        self._parser = get_parser(chat.call_format if call_format in (None, "auto") else call_format)
+        agent = Agent(SOLE_AGENT, self._conversation(trajectory_id))
+        self._agents = {SOLE_AGENT: agent}
         self._several = False
-
-    @property
-    def conversation(self) -> Conversation:
-        """That of the agent whose turn it is."""
-        return self._acting.conversation
+        self._give_turn(agent)
 
     def _conversation(self, routing_key: str) -> Conversation:
         return self._chat.conversation(
@@ -139,12 +144,15 @@ class Episode:
             name=self.task.task_id,
         )
 
+    def _give_turn(self, agent: Agent) -> None:
+        self._acting, self.conversation = agent, agent.conversation
+
     async def play(self) -> StopReason:
         """Turns until the task, a budget or a failure ends it."""
         observation, info = await self.reset()
-        self._seat(info)
+        self._admit_agents(info)
         try:
-            self._tell(observation, info, start=True)
+            self._show(observation, info, start=True)
             while True:
                 turn = await self.generate()
                 if turn.cut_short is not None:
@@ -152,13 +160,13 @@ class Episode:
                 observation, _, terminated, truncated, info = await self.step(turn.text)
                 if terminated or truncated:
                     return _stop_reason(info.get("stop_reason"), terminated)
-                self._tell(observation, info)
+                self._show(observation, info)
         except EpisodeEnd as end:
-            if self._several and end.reason in _FORFEITING:
+            if self._several and end.reason in _BUDGETS:
                 self._forfeit()
             raise
 
-    def _seat(self, info: dict[str, Any]) -> None:
+    def _admit_agents(self, info: dict[str, Any]) -> None:
         """Who takes part, as the reset says: one agent, or those that ``info["prompts"]`` names."""
         self._acting.opening = self._opening
         prompts = info.get("prompts")
@@ -167,23 +175,23 @@ class Episode:
         self._several = True
         waited = self._acting.env_seconds
         self._agents = {
-            name: AgentPart(
+            name: Agent(
                 name, self._conversation(f"{self._trajectory_id}:{name}"), Opening.of(prompt, prompt["messages"])
             )
             for name, prompt in prompts.items()
         }
-        self._acting = self._agents[info["agent"]]
+        self._give_turn(self._agents[info["agent"]])
         self._acting.opening = self._opening  # the reset's messages are the whole first prompt
         self._acting.env_seconds = waited
 
-    def _tell(self, observation: str, info: dict[str, Any], *, start: bool = False) -> None:
-        """Say what is new to the agent whose turn it is; its first time, that opens its conversation.
+    def _show(self, observation: str, info: dict[str, Any], *, start: bool = False) -> None:
+        """Give what is new to the agent whose turn it is; its first time, that opens its conversation.
 
         Only what the reset said (``start``, or the agent's own opening) is the author's; the rest comes from outside.
         """
         messages = info.get("messages") or [Message(role="user", content=observation)]
         if self._several:
-            self._acting = self._agents[info["agent"]]
+            self._give_turn(self._agents[info["agent"]])
         opening, self._acting.opening = self._acting.opening, None
         if opening is None:
             self.observe(messages)
@@ -223,7 +231,7 @@ class Episode:
         reward = returned if returned is not None else context.reward
         if reward is not None:
             self._acting.turn_rewards = [checked_reward(reward, "the reward of the custom generate function")]
-        self._keep({"rewards": context.rewards, "success": context.success})
+        self._record({"rewards": context.rewards, "success": context.success})
         return last.cut_short or StopReason.DONE
 
     def prompt(
@@ -259,11 +267,10 @@ class Episode:
 
     async def generate(self) -> Turn:
         """Sample one turn, within the budgets of turns and wall time."""
-        clock = asyncio.timeout(max(self._time_left(), 0.0))
         try:
-            self._check_budgets()
-            async with clock:
-                return await self._engines_turn()
+            left = self._check_budgets()
+            async with asyncio.timeout(left) as clock:
+                return await self.conversation.generate()
         except EpisodeEnd as end:
             self._end = end
             raise
@@ -273,16 +280,9 @@ class Episode:
             self._end = self._out_of_time()
             raise self._end from None
 
-    async def _engines_turn(self) -> Turn:
-        started = time.monotonic()
-        try:
-            return await self.conversation.generate()
-        finally:
-            self._engine_seconds += time.monotonic() - started
-
     def _out_of_time(self) -> EpisodeEnd:
         """The end of an episode whose wall time is over; the engine's doing where it had most of that time."""
-        limit, engine = self.limits.timeout_s, self._engine_seconds
+        limit, engine = self.limits.timeout_s, sum(a.conversation.engine_seconds for a in self._agents.values())
         if 2 * engine <= limit:
             return EpisodeEnd(StopReason.TIMEOUT)
         return EpisodeEnd(
@@ -300,21 +300,20 @@ class Episode:
             self._end = end
             raise
 
-    def _check_budgets(self) -> None:
+    def _check_budgets(self) -> float:
+        """The seconds that are left."""
         limit = self.limits.max_turns
-        if limit is not None and self.conversation.num_turns >= limit:
+        if limit is not None and len(self.conversation.turns) >= limit:
             raise EpisodeEnd(StopReason.MAX_TURNS)
-        if self._time_left() <= 0:
+        left = self._started + self.limits.timeout_s - time.monotonic()
+        if left <= 0:
             raise self._out_of_time()
-
-    def _time_left(self) -> float:
-        return self._started + self.limits.timeout_s - time.monotonic()
+        return left
 
     async def reset(self) -> tuple[str, dict[str, Any]]:
         """Reset the environment to the task."""
-        options = {"split": self.task.split, **self.task.options}
-        observation, info = await self._call("reset", seed=self.task.seed, options=options)
-        self._keep(info)
+        observation, info = await self._call("reset", seed=self.task.seed, options=dict(self._options))
+        self._record(info)
         self._opening = Opening.of(info)
         raw = info.get("raw_prompt")
         if raw is not None:
@@ -325,15 +324,17 @@ class Episode:
 
     async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Step the environment and keep what it said."""
-        before = self._acting.env_seconds
+        acting, before = self._acting, self._acting.env_seconds
         observation, reward, terminated, truncated, info = await self._call("step", action)
         if self.conversation.turns:
-            self.conversation.turns[-1]["env_seconds"] = self._acting.env_seconds - before
+            self.conversation.turns[-1]["env_seconds"] = acting.env_seconds - before
         reward = checked_reward(reward, f"the reward of {type(self.env).__name__}.step")
-        given = info.get("agent_rewards") if self._several else None
-        for agent, share in shares(self._agents, reward, given):
-            agent.earn(share, acted=agent is self._acting)
-        self._keep(info)
+        if self._several:
+            for agent, share in shares(self._agents, reward, info.get("agent_rewards")):
+                agent.earn(share, acted=agent is acting)
+        else:
+            acting.earn(reward, acted=True)
+        self._record(info)
         return observation, reward, terminated, truncated, info
 
     def trajectories(self, group_id: str, reason: StopReason, error: str | None, retryable: bool) -> list[Trajectory]:
@@ -347,7 +348,7 @@ class Episode:
         return [self._trajectory(agent, group_id, reason, error, retryable) for agent in acted]
 
     def _trajectory(
-        self, agent: AgentPart, group_id: str, reason: StopReason, error: str | None, retryable: bool
+        self, agent: Agent, group_id: str, reason: StopReason, error: str | None, retryable: bool
     ) -> Trajectory:
         conversation = agent.conversation
         success = self._success
@@ -383,15 +384,18 @@ class Episode:
             },
         )
 
-    def _keep(self, info: dict[str, Any]) -> None:
-        """What a reset or step said about rewards, calls and success."""
-        turn = self.conversation.num_turns
-        self._acting.tool_calls += [{"turn": turn, **call} for call in info.get("tool_calls") or ()]
+    def _record(self, info: dict[str, Any]) -> None:
+        """What a reset or step said about rewards, calls and success, and what else it said."""
+        for key, value in info.items():
+            if key not in _STEP_KEYS:
+                self._info[key] = value
+        if calls := info.get("tool_calls"):
+            turn = len(self.conversation.turns)
+            self._acting.tool_calls += [{"turn": turn, **call} for call in calls]
         for name, value in (info.get("rewards") or {}).items():
             self._rewards[name] = self._rewards.get(name, 0.0) + checked_reward(value, f"the reward {name!r}")
         if info.get("success") is not None:
             self._success = bool(info["success"])
-        self._info.update((k, v) for k, v in info.items() if k not in _STEP_KEYS)
 
     async def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """``env.areset``/``env.astep`` (or the blocking one in a thread), within the time that is left.
@@ -399,9 +403,9 @@ class Episode:
         Raises:
             EpisodeEnd: TIMEOUT when the episode's time ran out in a step, ENV_ERROR when the call itself hangs.
         """
-        left = self._time_left()
-        seconds = min(self.limits.step_timeout_s, left)
         started = time.monotonic()
+        left = self._started + self.limits.timeout_s - started
+        seconds = min(self.limits.step_timeout_s, left)
         try:
             async with asyncio.timeout(max(seconds, 0.001)) as clock:
                 return await contained(entry_point(self.env, name)(*args, **kwargs))

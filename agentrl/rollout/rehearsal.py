@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from agentrl.concurrency.threads import run_blocking
-from agentrl.errors import EnvError
+from agentrl.errors import EnvError, describe
 from agentrl.rewards.combine import REHEARSING
 from agentrl.rollout.conversation import EpisodeLimits, Turn
-from agentrl.rollout.episode import describe, play_episode
+from agentrl.rollout.episode import play_episode
 from agentrl.rollout.generate_hook import load_generate_function
-from agentrl.tools.formats import Parser
+from agentrl.tools.formats import Action, Parser
 from agentrl.types import Message, SamplingParams, StopReason, Task
 
 log = logging.getLogger(__name__)
@@ -52,9 +52,6 @@ async def _rehearse(make_env: Callable[[], Any], tasks: Sequence[Task], generate
     function = load_generate_function(generate)
     token = REHEARSING.set(True)
     env = await run_blocking(make_env)
-    inside = getattr(env, "unwrapped", env)
-    if getattr(inside, "call_format", "none").partition(":")[0] not in ("none", "tags", "auto"):
-        inside.call_format = "hermes"  # a family's own may take seconds to load
     try:
         failed = ""
         for task in tasks or [Task(what, seed=seed, split=_first_split(env)) for seed in range(2)]:
@@ -125,8 +122,8 @@ class _Conversation:
         self.messages = list(messages)
 
     async def generate(self) -> Turn:
-        parsed = self._parser.parse(self._text)
-        turn = Turn(self._text, parsed, parsed.message(), "stop", np.arange(1, 5, dtype=np.int32))
+        action = Action(self._text, self._parser)
+        turn = Turn(action, action.parsed, action.parsed.message(), "stop", np.arange(1, 5, dtype=np.int32))
         self.last_turn = turn
         self.turns.append({"finish_reason": "stop"})
         self.messages = [*self.messages, turn.message]

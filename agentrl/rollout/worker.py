@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from agentrl.concurrency.threads import OwnThread, belongs_to, own_thread, release_thread
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, describe
 from agentrl.rollout.conversation import EpisodeLimits
-from agentrl.rollout.episode import describe, play_episode
+from agentrl.rollout.episode import play_episode
 from agentrl.rollout.garbage import SELDOM
 from agentrl.rollout.generate_hook import GenerateFunction, load_generate_function
 from agentrl.rollout.policies.sglang import PolicyClient

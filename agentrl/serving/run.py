@@ -15,12 +15,12 @@ import logging
 import os
 import shlex
 import sys
-import urllib.error
-import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from agentrl.config.presets import DEMO, demo_folder
+from agentrl.config.schema import ServeOptions
 from agentrl.config.template import template_source, template_variables
 from agentrl.data.files import storage_errors
 from agentrl.engines.engine import EngineSpec, available_memory
@@ -34,32 +34,6 @@ log = logging.getLogger(__name__)
 
 _CPU_TOKENS = 65536
 _CPU_SHARE = 0.4
-
-
-class ServeOptions(Protocol):
-    """What serving needs to know, see :class:`agentrl.cli.serve.ServeOptions`."""
-
-    hf_checkpoint: str | None
-    run: str | None
-    checkpoint: str
-    served_model_name: str | None
-    host: str
-    port: int
-    api_key: bool
-    tool_call_parser: str
-    reasoning_parser: str
-    context_length: int | None
-    rollout_num_engines: int
-    rollout_num_gpus_per_engine: int
-    router_policy: str
-    dtype: str
-    threads: int | None
-    engine_timeout: float
-    seed: int
-    log_dir: str | None
-    sglang: dict[str, Any]
-    chat_template: str | None
-    apply_chat_template_kwargs: str
 
 
 @dataclass(frozen=True)
@@ -118,13 +92,11 @@ async def _serve(options: ServeOptions, spec: EngineSpec, served: Served) -> Non
         print(f"starting {options.rollout_num_engines} engine(s) for {spec.model_path}", flush=True)
         try:
             await pool.start()
-            gateway = Gateway(
-                pool.router_url, pool.router_key, key=served.key, host=options.host, port=options.port
-            )
+            gateway = Gateway(pool.router_url, pool.router_key, key=served.key, host=options.host, port=options.port)
             port = await gateway.start()
             url = f"http://{options.host.replace('0.0.0.0', '127.0.0.1')}:{port}/v1"
-            await asyncio.to_thread(_check, url, served.key)
-            _announce(Served(url, served.model, served.key, served.key_is_new), options)
+            await _check(url, served.key)
+            _announce(replace(served, base_url=url), options)
             raise EngineError(await pool.wait_until_broken())
         finally:
             if gateway is not None:
@@ -156,14 +128,12 @@ def engine_spec(options: ServeOptions, model: str, name: str) -> EngineSpec:
         seed=options.seed,
         extra=extra,
     )
-    return EngineSpec(**{**vars(spec), "max_total_tokens": None if gpu else _cpu_tokens(spec, options)})
-
-
-def _cpu_tokens(spec: EngineSpec, options: ServeOptions) -> int:
-    """KV cache of an engine on the CPU: what fits into a part of the memory that is free now."""
+    if gpu:
+        return replace(spec, max_total_tokens=None)
+    # KV cache on the CPU: what fits into a part of the memory that is free now
     share = _CPU_SHARE * available_memory() / options.rollout_num_engines
     fits = int(share / max(1, spec.kv_bytes() / spec.cpu_tokens))
-    return max(4096, min(_CPU_TOKENS, fits))
+    return replace(spec, max_total_tokens=max(4096, min(_CPU_TOKENS, fits)))
 
 
 _NOT_SERVED = ("seed_oss", "nemotron", "apriel", "smollm3_python")  # SGLang has no detector of their calls
@@ -178,28 +148,20 @@ def parsers(options: ServeOptions, model: str) -> tuple[str | None, str | None]:
         ConfigError: no tokenizer or chat template there.
     """
     from agentrl.rollout.template.chat import ChatTemplate
+    from agentrl.rollout.template.check import no_format
 
     chosen = [options.tool_call_parser, options.reasoning_parser]
     if "auto" in chosen:
         chat = ChatTemplate(model, chat_template=template_source(options), variables=template_variables(options))
-        if options.tool_call_parser == "auto" and chat.takes_tools:
-            _tell_unread(chat)
         # Our names of call formats are SGLang's, where it has the format.
         served = "none" if chat.call_format in _NOT_SERVED else chat.call_format
+        if chosen[0] == "auto" and chat.takes_tools and served == "none":
+            unread = no_format(chat) if chat.call_format == "none" else f"SGLang has no parser for {chat.call_format!r}"
+            log.warning("%s: what the model writes as calls stays in the text", unread)
         automatic = (served, _reasoning_parser(chat))
         chosen = [own if word == "auto" else word for word, own in zip(chosen, automatic, strict=True)]
     tool_parser, reasoning_parser = (None if word == "none" else word for word in chosen)
     return tool_parser, reasoning_parser
-
-
-def _tell_unread(chat: Any) -> None:
-    """Says that a client's calls stay in the text, where they do."""
-    from agentrl.rollout.template.check import no_format
-
-    if chat.call_format == "none":
-        log.warning("%s: what the model writes as calls stays in the text", no_format(chat))
-    elif chat.call_format in _NOT_SERVED:
-        log.warning("SGLang has no parser for calls in the format %r: they stay in the text", chat.call_format)
 
 
 def _reasoning_parser(chat: Any) -> str:
@@ -250,11 +212,7 @@ def _model_folder(options: ServeOptions) -> str:
         from agentrl.data.checkpoint import CheckpointStore
 
         return str(CheckpointStore.open_run(options.run, which=options.checkpoint).hf_folder)
-    from agentrl.config.presets import DEMO, demo_folder
-
-    if options.hf_checkpoint in (None, DEMO):
-        return str(demo_folder())
-    folder = Path(options.hf_checkpoint)
+    folder = demo_folder() if options.hf_checkpoint in (None, DEMO) else Path(options.hf_checkpoint)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"--hf-checkpoint {folder}: no model there (no config.json); give the folder of an HF model")
     return str(folder)
@@ -270,14 +228,15 @@ def _name(options: ServeOptions, model: str) -> str:
     return path.name
 
 
-def _check(base_url: str, key: str) -> None:
+async def _check(base_url: str, key: str) -> None:
     """Raises EngineError when the router does not pass requests on."""
-    request = urllib.request.Request(f"{base_url}/models", headers={"Authorization": f"Bearer {key}"})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    import httpx
+
     try:
-        with opener.open(request, timeout=30) as answer:
-            json.load(answer)["data"][0]["id"]
-    except (urllib.error.URLError, OSError, ValueError, KeyError, IndexError) as error:
+        async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+            answer = await client.get(f"{base_url}/models", headers={"Authorization": f"Bearer {key}"})
+        answer.raise_for_status().json()["data"][0]["id"]
+    except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
         raise EngineError(f"{base_url}/models does not answer as it should: {error}") from None
 
 

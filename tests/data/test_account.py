@@ -6,8 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from agentrl.data import DataBuffer, TaskSource, load_source
+from agentrl.data.account import DataBuffer, load_source
 from agentrl.errors import ConfigError, DataError
+from agentrl.tasks.source import TaskSource
 from agentrl.types import Group, Task
 
 

@@ -21,7 +21,7 @@ from agentrl.cli.compare import CompareOptions
 from agentrl.cli.export import ExportOptions
 from agentrl.cli.fetch_model import MODELS, FetchOptions
 from agentrl.cli.main import COMMANDS
-from agentrl.cli.serve import ServeOptions
+from agentrl.config.schema import ServeOptions
 from agentrl.cli.serve_retriever import RetrieverOptions
 from agentrl.cli.show import ShowOptions
 from agentrl.config import load_config, load_eval_config

@@ -6,8 +6,8 @@ import pytest
 from fake_openai import FakeOpenAI, completion
 
 from agentrl.config import load_eval_config
+from agentrl.data.episodes import by_episode
 from agentrl.errors import ConfigError, DataError
-from agentrl.evaluation.metrics import by_episode
 from agentrl.evaluation.rescore import turn_texts
 from agentrl.evaluation.results import load
 from agentrl.evaluation.run import evaluate

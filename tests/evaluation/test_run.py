@@ -399,7 +399,7 @@ def test_an_environment_with_an_episode_id_of_its_own(run_eval, out, tmp_path):
 def test_what_was_said_is_in_the_file_and_not_in_memory(run_eval, out, monkeypatch):
     monkeypatch.setenv("BROKEN", "3")
     sessions = []
-    monkeypatch.setattr(Session, "report", lambda self, model: sessions.append(self) or 0)
+    monkeypatch.setattr(Session, "end", lambda self: sessions.append(self) or 0)
     with FakeOpenAI(adds()) as server:
         run_eval(server, "--max-retries", "0")
         run_eval(server, "--max-retries", "0")

@@ -29,8 +29,8 @@ def play(run, env, chat, script=(CALL, CALL, "Ann."), *, client=None, params=Non
 def test_an_episode_from_start_to_end(run, chat):
     env = LookUp()
     trajectory = play(run, env, chat)
-    assert env.reset_with == (3, {"split": "train", "index": 3})
-    assert env.call_format == "hermes"
+    assert env.reset_with == (3, {"split": "train", "index": 3, "call_format": "hermes"})
+    assert env.call_format == "auto"  # an author's own attribute is left alone
     assert env.actions == [CALL, CALL, "Ann."]  # text without the end-of-turn token
     assert trajectory.stop_reason is StopReason.DONE and trajectory.outcome is Outcome.COMPLETED
     assert (trajectory.reward, trajectory.success, trajectory.num_turns) == (1.0, True, 3)

@@ -63,7 +63,7 @@ def served(run, chat, env, **limits):
 def test_an_episode_is_the_same_record(run, chat, policy):
     env = LookUp()
     trajectory = policy(run, chat, env)
-    assert env.actions == [CALL, CALL, "Ann."] and env.call_format == "hermes"
+    assert env.actions == [CALL, CALL, "Ann."] and env.reset_with[1]["call_format"] == "hermes"
     assert trajectory.stop_reason is StopReason.DONE and trajectory.outcome is Outcome.COMPLETED
     assert (trajectory.reward, trajectory.success, trajectory.num_turns) == (1.0, True, 3)
     assert trajectory.turn_rewards == [0.0, 0.0, 1.0] and trajectory.rewards == {"match": 1.0}

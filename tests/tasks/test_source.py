@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.data import TaskSource, env_label, held_out_tasks
 from agentrl.errors import ConfigError, DataError
+from agentrl.tasks.source import TaskSource, env_label, held_out_tasks
 
 
 def env(**sizes):

@@ -10,11 +10,11 @@ import pytest
 import agentrl
 from agentrl.config import load_config, load_eval_config
 from agentrl.config.template import template_source
-from agentrl.data import TaskSource
 from agentrl.errors import ConfigError, DataError
 from agentrl.evaluation.heldout import held_out_sets
 from agentrl.loading import portable_source
 from agentrl.orchestrator.launch import with_absolute_paths
+from agentrl.tasks.source import TaskSource
 
 FUNCTION = "def by_split(split):\n    yield from (f'{split} {n}' for n in range(4))\n"
 

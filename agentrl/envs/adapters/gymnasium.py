@@ -131,7 +131,7 @@ class GymEnv(Env):
         """Starts a game: ``options`` may hold ``split`` and ``index``; what else it holds is for the environment."""
         super().reset(seed=seed)
         split, index = self.split_of(options), self._index(options)
-        given = {k: v for k, v in (options or {}).items() if k not in ("split", "index")}
+        given = {k: v for k, v in (options or {}).items() if k not in ("split", "index", "call_format")}
         inner_options = {**(self.reset_options or {}), **given}
         value, info = self.inner.reset(seed=2 * index + (split != "train"), options=inner_options or None)
         self._return = 0.0
@@ -144,7 +144,7 @@ class GymEnv(Env):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Plays the action that the text names; none: says what was wrong."""
-        said = self._parser.parse(action).content
+        said = self._parser.read(action).content
         try:
             move = parse_action(said, self.inner.action_space, self.action_names)
         except ActionError as error:

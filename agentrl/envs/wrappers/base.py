@@ -85,7 +85,7 @@ class Wrapper(gymnasium.Wrapper[str, str, str, str], RecordConstructorArgs):
 
     @property
     def call_format(self) -> str:
-        """How the model writes tool calls; the episode loop sets it where it is ``auto``."""
+        """How the model writes tool calls."""
         return self.unwrapped.call_format
 
     @call_format.setter

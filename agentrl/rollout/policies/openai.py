@@ -40,7 +40,7 @@ from agentrl.rollout.policies.openai_messages import (
     turn_text,
 )
 from agentrl.rollout.sampling import for_turn
-from agentrl.tools.formats import Parsed, Parser, clean_text
+from agentrl.tools.formats import Action, Parsed, Parser, clean_text
 from agentrl.types import Message, SamplingParams, Segment, StopReason
 
 __all__ = ["ChatConversation", "OpenAIClient", "ServerChat", "open_server", "served_model"]
@@ -234,20 +234,22 @@ class ChatConversation:
             raise self._prompt_too_long(str(error)) from error
         except EngineError as error:
             raise EpisodeEnd(StopReason.ENGINE_ERROR, str(error)) from error
-        return self._take(reply, params.stop, budget, room, time.monotonic() - started)
+        finally:
+            seconds = time.monotonic() - started
+            self.engine_seconds += seconds
+        return self._take(reply, params.stop, budget, room, seconds)
 
     def _take(self, reply: Reply, stop: tuple[str, ...], budget: int, room: int, seconds: float) -> Turn:
         """Enter an answer into the history and the record."""
         content = clean_text(reply.content) if reply.tool_calls else ended(clean_text(reply.content), reply, stop)
-        text = turn_text(content, reply)
-        parsed = self._parser.parse(text)
+        text = Action(turn_text(content, reply), self._parser)
+        parsed = text.parsed
         self._remember(content, parsed, reply)
         cut_short = None
         if reply.finish_reason == "length":
             cut_short = StopReason.MAX_CONTEXT if budget == room else StopReason.MAX_TOKENS
         turn = Turn(text, parsed, self.messages[-1], reply.finish_reason, _NO_TOKENS, cut_short)
         self.last_turn, self._awaiting = turn, True
-        self.engine_seconds += seconds
         prompt_tokens, sampled = reply.prompt_tokens, reply.output_tokens
         if prompt_tokens is None:
             prompt_tokens = self._used or tokens_about(json.dumps([self._history[:-1], self._tools]))

@@ -4,7 +4,7 @@ A parser never raises on model text. A malformed call becomes a :class:`~agentrl
 ``error`` says what is wrong. Nothing inside a reasoning block is a call.
 """
 
-from agentrl.tools.formats.base import MAX_CALLS, NoneParser, Parsed, Parser
+from agentrl.tools.formats.base import MAX_CALLS, Action, NoneParser, Parsed, Parser
 from agentrl.tools.formats.detect import FORMATS, detect_format, get_parser
 from agentrl.tools.formats.hermes import HermesParser
 from agentrl.tools.formats.strict_json import MAX_DEPTH, clean_text
@@ -14,6 +14,7 @@ __all__ = [
     "FORMATS",
     "MAX_CALLS",
     "MAX_DEPTH",
+    "Action",
     "HermesParser",
     "NoneParser",
     "Parsed",

@@ -7,18 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
-from agentrl.shared_keys import SharedKeys
 from agentrl.tools.formats.strict_json import clean_text
 from agentrl.types import Message, ToolCall
 
 MAX_CALLS = 64
 """Calls read from one turn; more are refused unread, so that no text is slow to parse."""
-_THINK, _THOUGHT = {"<think>": "</think>"}, frozenset(["</think>"])
+_OPEN, _CLOSE = "<think>", "</think>"
 _CALL_IDS = [f"call_{number}" for number in range(2 * MAX_CALLS)]  # shared by all trajectories that are held
-
-_message, _call, _function = SharedKeys(), SharedKeys(), SharedKeys()
 
 
 @dataclass(frozen=True)
@@ -38,11 +35,11 @@ class Parsed:
 
     def message(self) -> Message:
         """The turn as an assistant message, as chat templates take it."""
-        message = cast(Message, _message(role="assistant", content=self.content))
+        message = Message(role="assistant", content=self.content)
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
-        calls = [
-            _call(id=c.id, type="function", function=_function(name=c.name, arguments=c.arguments))
+        calls: list[dict[str, Any]] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
             for c in self.tool_calls
             if c.error is None and self.structured
         ]
@@ -52,6 +49,37 @@ class Parsed:
 
 
 Read = tuple[list[ToolCall], int]
+
+
+class Action(str):
+    """The text of a turn, with its parse: what an episode steps an environment with.
+
+    To everything else it is text. Edited, copied or stored, it is plain text, and is parsed anew where that is asked
+    for (:meth:`Parser.read`).
+
+    Example:
+        >>> from agentrl.tools.formats import get_parser
+        >>> action = Action('<tool_call>{"name": "look", "arguments": {}}</tool_call>', get_parser("hermes"))
+        >>> action.calls[0].name, type(action.strip()).__name__
+        ('look', 'str')
+    """
+
+    __slots__ = ("parsed", "parser")
+    parsed: Parsed
+    parser: Parser
+
+    def __new__(cls, text: str, parser: Parser) -> Action:
+        action = super().__new__(cls, text)
+        action.parser, action.parsed = parser, parser.parse(text)
+        return action
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """The calls of the turn, in order; a malformed one has ``error`` set."""
+        return self.parsed.tool_calls
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str.__str__(self),)
 
 
 class Parser(ABC):
@@ -66,20 +94,30 @@ class Parser(ABC):
     """Whether the chat template renders calls and results of this format."""
     hint: str = ""
     """How a call is written, for a model that got it wrong."""
-    reasoning_tags: ClassVar[Mapping[str, str]] = {"<think>": "</think>"}
+    reasoning_tags: ClassVar[Mapping[str, str]] = {_OPEN: _CLOSE}
     """Opening and closing tags of what is thought, all that the family has: nothing in between is a call."""
 
     @abstractmethod
     def parse(self, text: str) -> Parsed:
         """Takes one turn apart. Never raises on a ``str``."""
 
+    def read(self, text: str) -> Parsed:
+        """The parse that ``text`` carries, where it is an :class:`Action` of this format; else :meth:`parse`'s."""
+        if isinstance(text, Action) and self.reads_as(text.parser):
+            return text.parsed
+        return self.parse(text)
+
+    def reads_as(self, other: Parser) -> bool:
+        """Whether ``other`` takes every turn apart as this parser does."""
+        return self.name == other.name
+
     def plain(self, text: str) -> str:
         """The turn with what was thought between ``<think>`` tags, as environments and rewards get it, whatever marks
         the family has for its reasoning and its answer. Calls stay as they were written.
         """
         for opening, closing in self.reasoning_tags.items():
-            if opening not in _THINK:
-                text = text.replace(opening, "<think>").replace(closing, "</think>")
+            if opening != _OPEN:
+                text = text.replace(opening, _OPEN).replace(closing, _CLOSE)
         return text
 
     def with_tools(self, schemas: Sequence[dict[str, Any]]) -> Parser:
@@ -90,7 +128,7 @@ class Parser(ABC):
         """Id of the turn's call ``number``, from 0, where the model writes none."""
         return _CALL_IDS[number]
 
-    def _scan(self, text: str, openings: dict[str, str], bare: re.Pattern[str] | None = None) -> Parsed:
+    def _scan(self, text: str, openings: Mapping[str, str], bare: re.Pattern[str] | None = None) -> Parsed:
         """One pass from left to right over reasoning blocks and calls.
 
         Args:
@@ -99,12 +137,11 @@ class Parser(ABC):
             bare: What a call without opening tag starts with, at the start of what is said.
         """
         text = clean_text(text)
-        tags, closings = _THINK, _THOUGHT
-        pattern = _any_of((*tags, *closings, *openings))
+        pattern = _any_of((_OPEN, _CLOSE, *openings))
         content: list[str] = []
         thoughts: list[str] = []
         calls: list[ToolCall] = []
-        head = position = _end_of_head(text)
+        head = position = _end_of_head(text) if _CLOSE in text else 0
         said = False  # whether anything but white space was
         while True:
             if bare and not said and (start := bare.match(text, position)):
@@ -118,15 +155,15 @@ class Parser(ABC):
                 break
             before, tag = text[position : match.start()], match.group()
             content.append(before)
-            said = said or bool(before.strip())
+            said = said or not (not before or before.isspace())
             position = match.end()
-            if tag in closings:
+            if tag == _CLOSE:
                 # Closes a block that was opened inside what looked like a call.
                 head, content, thoughts, calls, said = position, [], [], [], False
-            elif tag in tags:
-                end = text.find(tags[tag], position)
+            elif tag == _OPEN:
+                end = text.find(_CLOSE, position)
                 thoughts.append(text[position : end if end >= 0 else len(text)])
-                position = end + len(tags[tag]) if end >= 0 else len(text)
+                position = end + len(_CLOSE) if end >= 0 else len(text)
             elif len(calls) == MAX_CALLS:
                 calls = [*calls, self._too_many()]
                 position = match.start()
@@ -135,10 +172,9 @@ class Parser(ABC):
                 read = self._read_calls(text, position, openings[tag], len(calls))
                 calls, position = self._noted(read, text, match.start(), content, calls)
         content.append(text[position:])
-        first = text[:head]
-        for tag in (*tags, *closings):
-            first = first.replace(tag, "")
-        reasoning = "\n".join(part.strip() for part in (first, *thoughts)).strip()
+        if head:
+            thoughts.insert(0, text[:head].replace(_OPEN, "").replace(_CLOSE, ""))
+        reasoning = "\n".join([part.strip() for part in thoughts]).strip() if thoughts else ""
         errors = [c.error for c in calls if c.error is not None]
         return Parsed("".join(content).strip(), reasoning, calls, errors, self.structured)
 
@@ -147,7 +183,7 @@ class Parser(ABC):
     ) -> tuple[list[ToolCall], int]:
         """The calls so far with those just read; what stays text to the template joins the content."""
         found, end = read
-        if not self.structured or all(call.error is not None for call in found):
+        if not self.structured or all([call.error is not None for call in found]):
             content.append(text[start:end])
         calls = calls + found
         return (calls if len(calls) <= MAX_CALLS else [*calls[:MAX_CALLS], self._too_many()]), end
@@ -174,10 +210,8 @@ def _end_of_head(text: str) -> int:
     before a ``</think>`` that nothing opened was thought, calls included.
     """
     end, is_open = 0, False
-    if not any(closing in text for closing in _THOUGHT):
-        return end  # the usual turn; one look costs less than a search
-    for match in _any_of((*_THINK, *_THOUGHT)).finditer(text):
-        if match.group() in _THINK:
+    for match in _any_of((_OPEN, _CLOSE)).finditer(text):
+        if match.group() == _OPEN:
             is_open = True
         elif is_open:
             is_open = False
@@ -189,10 +223,8 @@ def _end_of_head(text: str) -> int:
 class NoneParser(Parser):
     """No calls: the turn is content and reasoning."""
 
+    name = "none"
     structured = False
-
-    def __init__(self, name: str = "none") -> None:
-        self.name = name
 
     def parse(self, text: str) -> Parsed:
         return self._scan(text, {})

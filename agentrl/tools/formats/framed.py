@@ -48,6 +48,9 @@ class FramedParser(Parser):
         parser.schemas = {function["name"]: _mapping(function.get("parameters")) for function in functions}
         return parser
 
+    def reads_as(self, other: Parser) -> bool:
+        return self.name == other.name and self.schemas == getattr(other, "schemas", None)
+
     def parse(self, text: str) -> Parsed:
         return self._checked(self._scan(self.plain(text), {self.opening: ""}, self.bare))
 

@@ -88,7 +88,7 @@ class ServiceEnv(ToolEnv):
         return observation, {**info, "category": self.row["category"]}
 
     async def astep(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        parsed = self._parser.parse(action)
+        parsed = self._parser.read(action)
         if parsed.tool_calls:
             return await super().astep(action)
         wish, closed = self.customer.wish, self.customer.closed

@@ -1,0 +1,41 @@
+"""Trajectories taken together as the episodes they are of: one, or one for each agent. The rules of training and
+evaluation alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from agentrl.types import Outcome, Trajectory
+
+Episode = Sequence[Trajectory]
+
+
+def by_episode(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
+    """The trajectories of each episode: one, or one for each of its agents."""
+    found: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        found.setdefault(trajectory.episode_id, []).append(trajectory)
+    return list(found.values())
+
+
+def is_whole(episode: Episode) -> bool:
+    """Whether all agents of an episode are there: a kill may have come between the lines of two of them."""
+    first = episode[0]
+    return first.episode_id == first.trajectory_id or len(episode) == len(first.info.get("episode_agents", episode))
+
+
+def is_error(episode: Episode) -> bool:
+    """Whether an episode ended for reasons of infrastructure, so that it has no score."""
+    return any(t.outcome is Outcome.INFRA_ERROR for t in episode)
+
+
+def reward_of(episode: Episode) -> float:
+    """The mean over its agents."""
+    return math.fsum(t.reward for t in episode) / len(episode)
+
+
+def solved(episode: Episode) -> bool:
+    """What the environment said, of any of the agents; where it said nothing, whether the reward is above 0."""
+    said = [t.success for t in episode if t.success is not None]
+    return any(said) if said else reward_of(episode) > 0
