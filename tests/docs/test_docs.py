@@ -21,14 +21,13 @@ from agentrl.cli.compare import CompareOptions
 from agentrl.cli.export import ExportOptions
 from agentrl.cli.fetch_model import MODELS, FetchOptions
 from agentrl.cli.main import COMMANDS
-from agentrl.config.schema import ServeOptions
 from agentrl.cli.serve_retriever import RetrieverOptions
 from agentrl.cli.show import ShowOptions
 from agentrl.config import load_config, load_eval_config
 from agentrl.config.layers import load_options
 from agentrl.config.names import ADVICE, IMPLIED, NOT_AVAILABLE
 from agentrl.config.parse import parse_flags
-from agentrl.config.schema import Config, EvalConfig
+from agentrl.config.schema import Config, EvalConfig, ServeOptions
 from agentrl.errors import ConfigError
 from agentrl.versions import DISTRIBUTION
 
