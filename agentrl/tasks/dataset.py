@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ import numpy as np
 
 from agentrl.errors import ConfigError, DataError
 from agentrl.loading import is_spec, load_object
-from agentrl.tasks.files import Record, Selection, TaskFile, Version, find_files, read_records
+from agentrl.tasks.files import Record, TaskFile, Version, find_files, read_records
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +56,11 @@ class Columns:
     compared: bool = False
     """Whether a reward compares with the answer, so that each row needs one: text, a number, or a list of them."""
 
-    def selection(self) -> Selection | None:
-        """Columns to read from a file; None for all."""
-        if self.keep is None:
-            return None
-        needed = (self.prompt,) if self.metadata is None else (self.prompt, self.metadata)
-        also = ("task_id", *self.keep)
-        return Selection(needed, also if self.answer is None else (self.answer, *also))
+    def choose(self, names: list[str]) -> list[str]:
+        """Of a table's columns those to read; all where one that is needed is missing, so that an error can say so."""
+        if self.keep is None or not {self.prompt, self.metadata or self.prompt} <= set(names):
+            return names
+        return [name for name in names if name in (self.prompt, self.answer, self.metadata, "task_id", *self.keep)]
 
     def row(self, record: Record, where: object) -> Row:
         """The row of a record, without its id. Raises DataError that says where it stood."""
@@ -155,47 +154,42 @@ def open_rows(
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> TaskRows:
     """The rows of a source, opened once a process. Arguments and errors as of :func:`load_tasks`."""
+    from agentrl.tasks.streaming import open_files
+
     if workers < 1:
         raise ConfigError(f"workers must be at least 1, got {workers}.")
     function = task_function(source)
     with _lock:  # environments are made side by side; the first reads, the others find it read
         if function is not None:
             return _function_rows(function, columns, seed, streaming, workers)
-        files = find_files(source)  # type: ignore[arg-type]
-        if streaming:
-            from agentrl.tasks.streaming import open_files
-
-            return open_files(tuple(file.version() for file in files), columns, workers, _folder(cache_dir))
-        return _file_rows(tuple(file.version() for file in files), columns)
-
-
-def _folder(path: str | os.PathLike[str] | None) -> str | None:
-    return None if path is None else os.path.abspath(os.path.expanduser(path))
+        versions = tuple(file.version() for file in find_files(source))  # type: ignore[arg-type]
+        if not streaming:
+            return _file_rows(versions, columns)
+        folder = None if cache_dir is None else os.path.abspath(os.path.expanduser(cache_dir))
+        return open_files(versions, columns, workers, folder)
 
 
 @functools.lru_cache(maxsize=16)
 def _file_rows(versions: tuple[Version, ...], columns: Columns) -> TaskRows:
     files = [TaskFile(path, kind, split) for path, _, _, kind, split in versions]
-    records = ((file.split, *found) for file in files for found in read_records(file, columns.selection()))
-    return collect(records, columns, files[0].path if len(files) == 1 else f"{os.path.dirname(files[0].path)}")
+    records = ((file.split, *found) for file in files for found in read_records(file, columns.choose))
+    return collect(records, columns, files[0].path if len(files) == 1 else os.path.dirname(files[0].path))
 
 
 @functools.lru_cache(maxsize=16)
 def _function_rows(
     function: Callable[..., Any], columns: Columns, seed: int, streaming: bool, workers: int
 ) -> TaskRows:
-    records = function_records(function, columns, seed)
-    if streaming:
-        from agentrl.tasks.streaming import spool
+    from agentrl.tasks.streaming import spool
 
-        return spool(records, columns, workers)
-    return collect(records, columns, f"the function {_name_of(function)}")
+    records = function_records(function, columns, seed)
+    return spool(records, columns, workers) if streaming else collect(records, columns, _name_of(function))
 
 
 # -- rows ------------------------------------------------------------------------------------------
 
 
-def collect(records: Iterable[tuple[str | None, str, Record]], columns: Columns, what: str) -> TaskRows:
+def collect(records: Iterable[tuple[str | None, object, Record]], columns: Columns, what: str) -> TaskRows:
     """All rows in memory.
 
     Args:
@@ -206,15 +200,17 @@ def collect(records: Iterable[tuple[str | None, str, Record]], columns: Columns,
         DataError: No rows, or a wrong one.
     """
     rows: list[Row] = []
-    digests, buckets, copies = [], [], {}
-    taken: dict[str, str] = {}
+    digests: list[int] = []
+    buckets: list[int] = []
+    copies: Counter[int] = Counter()
+    taken: dict[str, object] = {}
     parts: dict[str, tuple[int, int]] = {}
     for split, where, record in records:
         row = columns.row(record, where)
         digest, bucket = fingerprint(row)
-        copies[digest] = copies.get(digest, 0) + 1
+        copies[digest] += 1
         row["task_id"] = task_id(row, digest, copies[digest])
-        if taken.setdefault(row["task_id"], where) != where:
+        if taken.setdefault(row["task_id"], where) is not where:
             raise DataError(
                 f"{where}: the task_id {row['task_id']!r} is taken by {taken[row['task_id']]}; it names one task."
             )
@@ -234,6 +230,16 @@ def fingerprint(row: Row) -> tuple[int, int]:
     """``(digest, bucket)``: 8 bytes that identify prompt and answer, and the prompt's place in [0, 2**32)."""
     bucket = int(content_hash(row["prompt"])[:8], 16)
     return int(content_hash([row["prompt"], row["answer"]]), 16), bucket
+
+
+def copy_numbers(digests: np.ndarray) -> np.ndarray:
+    """Which of the rows with its digest each row is, counted from 1 in the order of the rows, uint32 ``[rows]``."""
+    order = np.argsort(digests, kind="stable")
+    ordered, places = digests[order], np.arange(len(digests))
+    first = np.concatenate([[True], ordered[1:] != ordered[:-1]])
+    copies = np.empty(len(digests), np.uint32)
+    copies[order] = places - np.maximum.accumulate(np.where(first, places, 0)) + 1
+    return copies
 
 
 def task_id(row: Row, digest: int, copy: int) -> str:
@@ -354,9 +360,7 @@ def _take(rows: Sequence[Row], first: int, end: int) -> Sequence[Row]:
 
 
 def _chosen(rows: Sequence[Row], numbers: np.ndarray) -> Sequence[Row]:
-    from agentrl.tasks.streaming import StreamedRows
-
-    return rows.choose(numbers) if isinstance(rows, StreamedRows) else [rows[i] for i in numbers.tolist()]
+    return rows.choose(numbers) if hasattr(rows, "choose") else [rows[i] for i in numbers.tolist()]
 
 
 def _warn_of_overlap(loaded: TaskRows) -> None:
@@ -401,20 +405,15 @@ def function_records(
     Raises:
         DataError: It yields something else; the text says which row.
     """
-    takes = inspect.signature(function).parameters
-    unknown = [
-        p.name
-        for p in takes.values()
-        if p.name not in ("split", "seed") and p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    name = _name_of(function)
-    if unknown:
-        raise ConfigError(f"the task function {name} needs {unknown[0]!r}; it is given `split` and `seed` only.")
+    takes, name = inspect.signature(function).parameters, _name_of(function)
+    for p in takes.values():
+        free = p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        if p.name not in ("split", "seed") and not free:
+            raise ConfigError(f"{name} needs {p.name!r}; it is given `split` and `seed` only.")
     for split in ("train", "test") if "split" in takes else (None,):
-        arguments = {key: value for key, value in (("split", split), ("seed", seed)) if key in takes}
-        made = function(**arguments)
+        made = function(**{key: value for key, value in (("split", split), ("seed", seed)) if key in takes})
         if not isinstance(made, Iterable) or isinstance(made, (str, bytes, Mapping)):
-            raise DataError(f"the task function {name} must yield rows, it returned {type(made).__name__}.")
+            raise DataError(f"{name} must yield rows, it returned {type(made).__name__}.")
         for number, row in enumerate(made, start=1):
             where = f"{name}, row {number}" + (f" of {split!r}" if split else "")
             yield split, where, _record_of(row, columns, where)
@@ -431,4 +430,4 @@ def _record_of(row: Any, columns: Columns, where: str) -> Record:
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", type(function).__name__)
+    return f"the task function {getattr(function, '__qualname__', type(function).__name__)}"

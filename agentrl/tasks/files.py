@@ -1,31 +1,35 @@
-"""Where task rows lie and how each format is read: JSON Lines, Parquet, Hugging Face datasets on disk.
+"""Where task rows lie and how they are read: JSON Lines by hand, Parquet and Arrow by pyarrow.
 
-Every reader yields plain dicts and says where each stood, so that a bad row is named by file and line.
+JSON Lines are not read by `datasets` or pyarrow: these give a column one type, so that an answer "2020-01-01" would
+become a date and 1 beside 0.5 a 1.0, and with it another task. Nor does a plain file need more than Python then.
 """
 
 from __future__ import annotations
 
 import glob
+import importlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from agentrl.errors import ConfigError, DataError
+from agentrl.versions import install_command
 
 Record = dict[str, Any]
+Choose = Callable[[list[str]], list[str]]
+"""Of the columns that a Parquet or Arrow file has, those that are read."""
 Version = tuple[str, int, int, str, str | None]
 """What changes when a task file does: path, size in bytes, time of change in nanoseconds, kind, split."""
 
 BATCH_ROWS = 256
 """Rows of Parquet and Arrow that are Python objects at once."""
-
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 """What counts as a shard in a folder. A single file of another suffix is read as JSON Lines."""
-
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _SPLITS = {
     "train": ("train", "training"),
@@ -36,13 +40,7 @@ _SPLITS = {
 
 @dataclass(frozen=True)
 class TaskFile:
-    """One file of rows.
-
-    Attributes:
-        path: Absolute path.
-        kind: ``jsonl``, ``parquet`` or ``arrow`` (the stream or file format).
-        split: The split it was written as; None where rows are yet to be split.
-    """
+    """A file of rows: its absolute path; ``jsonl``, ``parquet`` or ``arrow``; the split it was written as, if any."""
 
     path: str
     kind: str
@@ -71,12 +69,12 @@ def find_files(source: str | os.PathLike[str]) -> list[TaskFile]:
         return _of_folder(path.resolve(), given)
     if path.exists():
         return [_task_file(path.resolve())]
-    if glob.has_magic(given):
-        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-        if not any(match.is_file() for match in matches):
-            raise DataError(f"no file matches {given!r} (looked in {Path.cwd()}).")
-        return _by_split_name([(match.resolve(), match.name) for match in matches if match.is_file()], given)
-    raise DataError(f"there is no data file {given!r} (looked for {path.resolve()}).")
+    if not glob.has_magic(given):
+        raise DataError(f"there is no data file {given!r} (looked for {path.resolve()}).")
+    matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(match)]
+    if not matches:
+        raise DataError(f"no file matches {given!r} (looked in {Path.cwd()}).")
+    return _by_split_name([(match.resolve(), match.name) for match in matches], given)
 
 
 def _task_file(path: Path, split: str | None = None) -> TaskFile:
@@ -87,25 +85,19 @@ def _task_file(path: Path, split: str | None = None) -> TaskFile:
 
 def _of_folder(folder: Path, given: str) -> list[TaskFile]:
     if (folder / "dataset_dict.json").is_file():
-        splits = _json_file(folder / "dataset_dict.json").get("splits")
-        if not isinstance(splits, list) or not splits:
-            raise DataError(f"{folder / 'dataset_dict.json'} names no splits.")
+        splits = _saved_value(folder / "dataset_dict.json", "splits")
         return [file for split in splits for file in _saved_dataset(folder / str(split), str(split))]
     if (folder / "state.json").is_file():
         return _saved_dataset(folder, None)
-    shards = _shards(folder)
-    if shards:
+    if shards := _shards(folder):
         return _by_split_name([(path, path.name) for path in shards], given)
-    below = [
-        (path, path.parent.name) for child in sorted(folder.iterdir()) if child.is_dir() for path in _shards(child)
-    ]
-    named = [(path, name) for path, name in below if _split_named(name)]
-    if not named:
-        raise DataError(
-            f"{given!r} is a folder without task files: expected *.jsonl, *.parquet, or what `save_to_disk` of a "
-            "Hugging Face dataset writes."
-        )
-    return _by_split_name(named, given)
+    below = [(path, child.name) for child in sorted(folder.iterdir()) if child.is_dir() for path in _shards(child)]
+    if named := [(path, name) for path, name in below if _split_named(name)]:
+        return _by_split_name(named, given)
+    raise DataError(
+        f"{given!r} is a folder without task files: expected *.jsonl, *.parquet, or what `save_to_disk` of a "
+        "Hugging Face dataset writes."
+    )
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -121,41 +113,37 @@ def _split_named(name: str) -> str | None:
 
 def _by_split_name(shards: list[tuple[Path, str]], given: str) -> list[TaskFile]:
     """The shards with the splits their names say, when all say one and not all the same."""
-    splits = [_split_named(name) for _, name in shards]
-    if len(set(splits)) == 1:
-        return [_task_file(path) for path, _ in shards]
+    files = [_task_file(path, _split_named(name)) for path, name in shards]
+    splits = {file.split for file in files}
+    if len(splits) == 1:
+        return [TaskFile(file.path, file.kind) for file in files]
     if None in splits:
-        stray = next(path.name for (path, _), split in zip(shards, splits, strict=True) if split is None)
+        stray = next(Path(file.path).name for file in files if file.split is None)
         raise DataError(
             f"{given!r} has files named for splits and others, such as {stray!r}: it is not clear what is held out. "
             "Give a glob that names fewer, such as 'FOLDER/train-*.parquet'."
         )
-    pairs = zip(shards, splits, strict=True)
-    return sorted((_task_file(path, split) for (path, _), split in pairs), key=lambda f: [*_SPLITS].index(f.split))
+    return sorted(files, key=lambda file: [*_SPLITS].index(str(file.split)))
 
 
 def _saved_dataset(folder: Path, split: str | None) -> list[TaskFile]:
     """The Arrow files of what ``Dataset.save_to_disk`` wrote, as its ``state.json`` lists them."""
-    state = _json_file(folder / "state.json")
-    if state.get("_indices_data_files") or state.get("_indices_files"):
+    names = [str(entry["filename"]) for entry in _saved_value(folder / "state.json", "_data_files")]
+    if _saved_value(folder / "state.json", "_indices_data_files", []):
         raise DataError(f"{folder} holds a selection of rows: save it again after `dataset.flatten_indices()`.")
-    try:
-        names = [entry["filename"] for entry in state["_data_files"]]
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{folder / 'state.json'} lists no data files: not a dataset of `save_to_disk`.") from error
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise DataError(f"{folder} is not whole: {missing[0]} is missing.")
     return [TaskFile(str(folder / name), "arrow", split) for name in names]
 
 
-def _json_file(path: Path) -> dict[str, Any]:
+def _saved_value(path: Path, key: str, default: list[Any] | None = None) -> list[Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        value = json.loads(path.read_text(encoding="utf-8")).get(key, default)
+    except (OSError, ValueError, AttributeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{path}: expected a JSON object, got {type(value).__name__}.")
+    if not isinstance(value, list):
+        raise DataError(f"{path} has no list {key!r}: not what `save_to_disk` of a Hugging Face dataset writes.")
     return value
 
 
@@ -163,170 +151,103 @@ def _json_file(path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Selection:
-    """Columns to read of Parquet and Arrow, so that the others stay on disk.
+class Place:
+    """Where a row stood, for messages: of JSON Lines the byte at which its line begins, else its number from 0."""
 
-    Attributes:
-        needed: Where one of these is missing everything is read, so that an error can say what there is.
-        also: Read where they are there.
-    """
+    file: str
+    number: int
+    is_line: bool = False
 
-    needed: tuple[str, ...]
-    also: tuple[str, ...] = ()
+    def __str__(self) -> str:
+        if not self.is_line:
+            return f"{self.file}, row {self.number + 1}"
+        lines, left = 1, self.number  # counted only when somebody wants to read it
+        with open(self.file, "rb") as stream:
+            while left > 0 and (data := stream.read(min(left, 1 << 20))):
+                lines += data.count(b"\n")
+                left -= len(data)
+        return f"{self.file}:{lines}"
 
-    def of(self, names: Sequence[str]) -> list[str]:
-        """What to read of a file that has columns ``names``."""
-        if any(name not in names for name in self.needed):
-            return list(names)
-        return [name for name in names if name in self.needed or name in self.also]
 
-
-def read_records(file: TaskFile, columns: Selection | None = None) -> Iterator[tuple[str, Record]]:
+def read_records(file: TaskFile, choose: Choose = list) -> Iterator[tuple[Place, Record]]:
     """Every row of a file and where it stood.
-
-    Args:
-        file: One of :func:`find_files`.
-        columns: Of Parquet and Arrow, only these; None for all.
 
     Raises:
         DataError: The file is not of its format; the text names the line where there are lines.
     """
     if file.kind == "jsonl":
-        for number, (_, record) in enumerate(json_lines(file.path), start=1):
-            if record is not None:
-                yield f"{file.path}:{number}", record
+        yield from ((place, record) for place, _, record in json_lines(file.path))
         return
-    number = 0
-    for batch in arrow_batches(file, columns):
-        for record in batch.to_pylist():
-            number += 1
-            yield f"{file.path}, row {number}", record
+    pyarrow = required("pyarrow.parquet", file.path)
+    try:
+        if file.kind == "arrow":
+            batches = arrow_table(file.path, choose).to_batches(max_chunksize=BATCH_ROWS)
+        else:  # page by page: a row group may be larger than memory
+            parquet = pyarrow.ParquetFile(file.path, buffer_size=1 << 20, pre_buffer=False)
+            batches = parquet.iter_batches(BATCH_ROWS, columns=choose(parquet.schema_arrow.names))
+        number = 0
+        for batch in batches:
+            for record in batch.to_pylist():
+                yield Place(file.path, number), record
+                number += 1
+    except (OSError, ValueError) as error:  # also pyarrow's own
+        raise unreadable(file, error) from error
 
 
-@dataclass(frozen=True)
-class Line:
-    """Where a line of a JSON Lines file lies, in bytes, without a byte order mark."""
-
-    offset: int
-    length: int
-
-
-def json_lines(path: str, start: int = 0, end: int | None = None) -> Iterator[tuple[Line, Record | None]]:
-    """The lines that begin in ``[start, end)``; None for a blank one.
+def json_lines(path: str, start: int = 0, end: int | None = None) -> Iterator[tuple[Place, int, Record]]:
+    """Place, length in bytes and content of each line that begins in ``[start, end)`` and is not blank.
 
     Raises:
         DataError: A line is not a JSON object, the text names file and line; or the file cannot be read.
     """
-    offset = start
     try:
         with open(path, "rb") as stream:
             if start:
                 stream.seek(start - 1)
-                offset += len(stream.readline()) - 1  # the rest of a line that begins before
-            while (end is None or offset < end) and (data := stream.readline()):
-                mark = 3 if offset == 0 and data.startswith(b"\xef\xbb\xbf") else 0
-                try:
-                    record = parse_line(data[mark:])
-                except ValueError as error:
-                    raise DataError(f"{LinePlace(path, offset)}: {error}") from error
-                yield Line(offset + mark, len(data) - mark), record
-                offset += len(data)
+                stream.readline()  # the rest of a line that begins before
+            while (end is None or stream.tell() < end) and (data := stream.readline()):
+                place = Place(path, stream.tell() - len(data), is_line=True)
+                if data.strip():
+                    yield place, len(data), parse_line(data, place)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-def parse_line(data: bytes) -> Record | None:
-    """A line's JSON object, None for a blank line. Raises ValueError that says what is wrong."""
+def parse_line(data: bytes, place: object) -> Record:
+    """A line's JSON object. Raises DataError that says where it stood."""
     try:
-        text = data.decode("utf-8").strip()
-        if not text:
-            return None
-        record = json.loads(text)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 ({error.reason} at byte {error.start}).") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}.") from error
-    except RecursionError as error:
-        raise ValueError("nested too deeply.") from error
+        record = json.loads(data)
+    except (ValueError, RecursionError) as error:  # also what is not UTF-8
+        raise DataError(f"{place}: not JSON: {error}.") from error
     if not isinstance(record, dict):
-        raise ValueError(f"expected a JSON object, got {type(record).__name__}.")
+        raise DataError(f"{place}: expected a JSON object, got {type(record).__name__}.")
     return record
 
 
-@dataclass(frozen=True)
-class LinePlace:
-    """The line that begins at a byte of a file; it is counted only when somebody wants to read it."""
-
-    path: str
-    offset: int
-
-    def __str__(self) -> str:
-        number, left = 1, self.offset
-        with open(self.path, "rb") as stream:
-            while left > 0 and (data := stream.read(min(left, 1 << 20))):
-                number += data.count(b"\n")
-                left -= len(data)
-        return f"{self.path}:{number}"
-
-
-def arrow_batches(
-    file: TaskFile, columns: Selection | None = None, row_groups: Sequence[int] | None = None
-) -> Iterator[Any]:
-    """Record batches of at most :data:`BATCH_ROWS` rows of a Parquet or Arrow file.
-
-    Args:
-        row_groups: Of Parquet, only these; None for all.
-    """
-    pyarrow = require_pyarrow(file.path)
-    try:
-        if file.kind == "parquet":
-            # Page by page: a row group may be larger than memory.
-            with pyarrow.parquet.ParquetFile(file.path, buffer_size=1 << 20, pre_buffer=False) as parquet:
-                wanted = None if columns is None else columns.of(parquet.schema_arrow.names)
-                groups = list(range(parquet.num_row_groups)) if row_groups is None else list(row_groups)
-                if groups:
-                    yield from parquet.iter_batches(batch_size=BATCH_ROWS, row_groups=groups, columns=wanted)
-        else:
-            yield from arrow_table(file.path, columns).to_batches(max_chunksize=BATCH_ROWS)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise _unreadable(file, error) from error
-
-
-def arrow_table(path: str, columns: Selection | None = None) -> Any:
+def arrow_table(path: str, choose: Choose = list) -> Any:
     """An Arrow file as a table over mapped memory: nothing of it is read before it is asked for."""
-    pyarrow = require_pyarrow(path)
+    pyarrow = required("pyarrow", path)
     try:
         source = pyarrow.memory_map(path)
         try:
             table = pyarrow.ipc.open_stream(source).read_all()  # what `save_to_disk` writes
         except pyarrow.ArrowInvalid:
             table = pyarrow.ipc.open_file(source).read_all()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise _unreadable(TaskFile(path, "arrow"), error) from error
-    return table if columns is None else table.select(columns.of(table.column_names))
+    except (OSError, ValueError) as error:
+        raise unreadable(TaskFile(path, "arrow"), error) from error
+    return table.select(choose(table.column_names))
 
 
-def parquet_row_groups(file: TaskFile) -> list[int]:
-    """Rows of each row group."""
-    pyarrow = require_pyarrow(file.path)
-    try:
-        with pyarrow.parquet.ParquetFile(file.path) as parquet:
-            return [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
-    except (pyarrow.ArrowException, OSError) as error:
-        raise _unreadable(file, error) from error
-
-
-def _unreadable(file: TaskFile, error: Exception) -> DataError:
-    name = {"parquet": "Parquet", "arrow": "Arrow"}[file.kind]
+def unreadable(file: TaskFile, error: BaseException) -> DataError:
+    """What to raise for a table that cannot be read."""
     reason = (str(error).splitlines() or [type(error).__name__])[0]
-    return DataError(f"{file.path} is not a readable {name} file: {reason}")
+    return DataError(f"{file.path} is not a readable {file.kind.capitalize()} file: {reason}")
 
 
-def require_pyarrow(what: str) -> Any:
-    """The package pyarrow with its Parquet part. Raises ConfigError where it is not installed."""
+def required(name: str, what: str) -> ModuleType:
+    """An optional package. Raises ConfigError that says how to install it, and that ``what`` needs it."""
     try:
-        import pyarrow
-        import pyarrow.parquet
+        return importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(f"{what}: reading it needs the package pyarrow (pip install pyarrow).") from error
-    return pyarrow
+        package = name.partition(".")[0]
+        raise ConfigError(f"{what}: reading it needs the package {package}: {install_command('data')}") from error

@@ -1,23 +1,20 @@
-"""Task rows that stay on disk: a mapped index says where each lies, and a row is read when it is asked for.
+"""Task rows that stay on disk: an index says where each lies, and a row is read when it is asked for.
 
-Ids, splits and order are those of rows in memory. The index is kept in a cache folder, under a name made of paths,
-sizes and times of change of the files, so one that does not fit any more is never found. It is written beside and
-renamed, so a torn one is never found either. Each row read is compared with its hash in the index.
+Ids, splits and order are those of rows in memory. The index is made by the package `datasets`: in several
+processes, whole or not at all, and mapped. Parquet cannot be read row by row, so its rows are written once more, as
+Arrow, beside the index. Each row read is compared with its hash in the index.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,17 +22,35 @@ from typing import Any, overload
 
 import numpy as np
 
-from agentrl.errors import DataError, StorageError
-from agentrl.tasks.dataset import Columns, Row, TaskRows, fingerprint, task_id
-from agentrl.tasks.files import LinePlace, Record, TaskFile, Version, arrow_table, parse_line
-from agentrl.tasks.index_build import FORMAT, KIND, build, checksum
-from agentrl.tasks.indexing import ENTRY, Shard
+from agentrl.errors import AgentRLError, DataError, StorageError
+from agentrl.tasks.dataset import Columns, Row, TaskRows, copy_numbers, fingerprint, task_id
+from agentrl.tasks.files import (
+    BATCH_ROWS,
+    Place,
+    Record,
+    TaskFile,
+    Version,
+    arrow_table,
+    json_lines,
+    parse_line,
+    required,
+    unreadable,
+)
 
 log = logging.getLogger(__name__)
 
-_ABANDONED_SECONDS = 86_400.0
-_NAME = re.compile(r"[0-9a-f]{32}")
-_PARTIAL = re.compile(r"\.[0-9a-f]{32}-\d+-\w+\.partial")
+FORMAT = 1
+LEAST_BYTES = 1 << 20
+"""No process gets a smaller piece of a file."""
+_ENTRY = {
+    "file": "uint32", "place": "uint64", "length": "uint32", "digest": "int64", "bucket": "uint32",
+    "answered": "bool", "chat": "bool", "error": "string",
+}  # fmt: skip
+_temporary: list[tempfile.TemporaryDirectory[str]] = []
+"""Folders that go with this process."""
+
+Piece = tuple[int, Version, int, int]
+"""A part of a task file: the file's number, the file, and the first byte or row and one past the last."""
 
 
 class StreamedRows(Sequence[Row]):
@@ -45,8 +60,7 @@ class StreamedRows(Sequence[Row]):
     """They are rows that somebody wrote down, so content names them, not their number."""
 
     def __init__(self, index: TaskIndex, numbers: np.ndarray | range) -> None:
-        self._index = index
-        self._numbers = numbers
+        self._index, self._numbers = index, numbers
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -62,110 +76,143 @@ class StreamedRows(Sequence[Row]):
 
     def choose(self, places: np.ndarray) -> StreamedRows:
         """The rows at these places."""
-        if isinstance(self._numbers, range):
-            first, step = self._numbers.start, self._numbers.step
-            return StreamedRows(self._index, first + step * places)
-        return StreamedRows(self._index, self._numbers[places])
+        return StreamedRows(self._index, np.arange(len(self._index.digests))[self._numbers][places])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (str(self._index.folder), self._index.columns, self._numbers)
+        return _reopened, (self._index.source, self._numbers)
 
     def __repr__(self) -> str:
         return f"<{len(self)} rows on disk>"
 
 
+def _reopened(source: tuple[Any, ...], numbers: np.ndarray | range) -> StreamedRows:
+    return StreamedRows(open_files(*source).rows._index, numbers)  # type: ignore[attr-defined]
+
+
 class TaskIndex:
-    """An index in a folder, opened for reading.
+    """The index of task files in a folder, made where it is not there yet. Arguments as of :func:`open_files`."""
 
-    Args:
-        folder: What :func:`agentrl.tasks.index_build.build` made.
-        columns: As it was made with.
+    source: tuple[Any, ...]
+    """Arguments by which another process opens the same."""
 
-    Raises:
-        DataError: The folder holds no whole index.
-    """
-
-    def __init__(self, folder: Path, columns: Columns) -> None:
-        self.folder, self.columns = folder, columns
-        try:
-            manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-            if (manifest["kind"], manifest["format"]) != (KIND, FORMAT):
-                raise ValueError(f"{manifest['kind']}, format {manifest['format']}")
-            self.shards = [Shard(**shard) for shard in manifest["shards"]]
-            self.parts = {name: (first, end) for name, (first, end) in manifest["parts"].items()}
-            self.answered, self.chats = int(manifest["answered"]), int(manifest["chats"])
-            for name, size in manifest["sizes"].items():
-                if os.path.getsize(folder / name) != size:
-                    raise ValueError(f"{name} is cut short")
-            self.entries = np.memmap(folder / "index.bin", ENTRY, "r", shape=(manifest["rows"],))
-            if checksum(self.entries) != manifest["checksum"]:
-                raise ValueError("index.bin is damaged")
-            # Copies are opened now: another process may replace this index while it is in use.
-            copies = [i for i, shard in enumerate(self.shards) if shard.copy_of and shard.path in manifest["sizes"]]
-            self._tables = {i: arrow_table(str(folder / self.shards[i].path)) for i in copies}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{folder} holds no whole index of task data: {error}") from error
+    def __init__(self, folder: Path, versions: tuple[Version, ...], columns: Columns, workers: int) -> None:
+        datasets = required("datasets", versions[0][0])
+        datasets.disable_progress_bars()
+        self.versions, self.columns = versions, columns
+        self.tables = [None if v[3] == "jsonl" else _table(v, columns, folder) for v in versions]
+        pieces = list(_pieces(versions, self.tables, workers))
+        if all(next(_located(*piece[1:], columns, folder), None) is None for piece in pieces):
+            raise DataError(f"{', '.join(version[0] for version in versions)[:200]} holds no rows.")
+        index = datasets.Dataset.from_generator(
+            _entries,
+            features=datasets.Features({name: datasets.Value(kind) for name, kind in _ENTRY.items()}),
+            gen_kwargs={"pieces": pieces, "columns": columns, "folder": folder},
+            cache_dir=str(folder),
+            fingerprint="index",  # the folder's name says what it is of
+            num_proc=min(workers, len(pieces)) if workers > 1 else None,
+            writer_batch_size=4096,
+        )
+        self.entries = index.data
+        if wrong := self.entries.column("error").drop_null().to_pylist():
+            raise DataError(wrong[0])
+        changed = [v for v in versions if _file(v).version() != v]
+        if changed:
+            raise DataError(f"{changed[0][0]} was changed while it was indexed. Start again when it is whole.")
+        self.digests = self.entries.column("digest").to_numpy().view(np.uint64)
+        self.copies = copy_numbers(self.digests)
 
     def row(self, number: int) -> Row:
         """The row with this number, counted from 0.
 
         Raises:
-            DataError: The file is not what it was when the index was made.
+            DataError: It is not what it was when the index was made.
         """
-        entry = self.entries[number]
-        shard = self.shards[entry["shard"]]
-        offset = int(entry["offset"])
-        where: object = LinePlace(shard.path, offset)
-        if shard.kind != "jsonl":
-            where = f"{shard.copy_of or shard.path}, row {shard.first_row + offset + 1}"
-        record = self._line(shard, entry) if shard.kind == "jsonl" else self._record(int(entry["shard"]), offset)
-        row = self.columns.row(record, where)
-        digest = int(entry["digest"])
-        if fingerprint(row)[0] != digest:
-            raise _changed(shard)
-        row["task_id"] = task_id(row, digest, int(entry["copy"]))
+        entry = self.entries.fast_slice(number, 1).to_pylist()[0]
+        digest = int(self.digests[number])
+        path, _, _, kind, _ = self.versions[entry["file"]]
+        place = Place(path, entry["place"], kind == "jsonl")
+        try:
+            if kind == "jsonl":
+                with open(path, "rb") as stream:
+                    record = parse_line(os.pread(stream.fileno(), entry["length"], entry["place"]), place)
+            else:
+                record = self.tables[entry["file"]].slice(entry["place"], 1).to_pylist()[0]
+            row = self.columns.row(record, place)
+        except (DataError, OSError):
+            row = None
+        if row is None or fingerprint(row)[0] != digest:
+            raise DataError(
+                f"{place} is not what it was when this process opened it: task data must not change while it is used. "
+                "Start again."
+            )
+        row["task_id"] = task_id(row, digest, int(self.copies[number]))
         return row
 
-    def _line(self, shard: Shard, entry: Any) -> Record:
-        with open(shard.path, "rb") as stream:
-            stat = os.fstat(stream.fileno())
-            if (stat.st_size, stat.st_mtime_ns) != (shard.size, shard.mtime_ns):
-                raise _changed(shard)
-            data = os.pread(stream.fileno(), int(entry["length"]), int(entry["offset"]))
+def _table(version: Version, columns: Columns, folder: Path) -> Any:
+    """Rows of Arrow or Parquet as a table over mapped memory."""
+    path, _, _, kind, _ = version
+    if kind == "arrow":
+        return arrow_table(path, columns.choose)
+    pyarrow, copy = required("pyarrow", path), folder / f"{_name(path)}.arrow"
+    if not copy.exists():
+        partial, pool = copy.with_suffix(f".{os.getpid()}.partial"), pyarrow.default_memory_pool()
+        pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # others keep for long what was freed
         try:
-            record = parse_line(data)
-        except ValueError as error:
-            raise _changed(shard) from error
-        if record is None:
-            raise _changed(shard)
-        return record
-
-    def _record(self, number: int, offset: int) -> Record:
-        table = self._tables.get(number)
-        if table is None:
-            shard = self.shards[number]
-            stat = os.stat(shard.path)
-            if (stat.st_size, stat.st_mtime_ns) != (shard.size, shard.mtime_ns):
-                raise _changed(shard)
-            table = self._tables[number] = arrow_table(shard.path, self.columns.selection())
-        return table.slice(offset, 1).to_pylist()[0]
-
-    def all_rows(self) -> TaskRows:
-        """Everything, ready to be split."""
-        rows = StreamedRows(self, range(len(self.entries)))
-        digests, buckets = self.entries["digest"], self.entries["bucket"]
-        return TaskRows(rows, digests, buckets, self.parts, self.answered, self.chats)
+            source = required("pyarrow.parquet", path).ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
+            names = columns.choose(source.schema_arrow.names)
+            schema = pyarrow.schema([source.schema_arrow.field(name) for name in names])
+            folder.mkdir(parents=True, exist_ok=True)
+            with pyarrow.ipc.new_stream(str(partial), schema) as writer:
+                for batch in source.iter_batches(BATCH_ROWS, columns=names):
+                    writer.write_batch(batch)
+        except ValueError as error:  # pyarrow's own are such, a full disk is none
+            raise unreadable(_file(version), error) from error
+        finally:
+            pyarrow.set_memory_pool(pool)
+        os.replace(partial, copy)
+    return arrow_table(str(copy))
 
 
-def _changed(shard: Shard) -> DataError:
-    return DataError(
-        f"{shard.copy_of or shard.path} is not what it was when this process opened it: task data must not change "
-        "while it is used. Start again."
-    )
+def _file(version: Version) -> TaskFile:
+    return TaskFile(version[0], version[3], version[4])
 
 
-def _reopen(folder: str, columns: Columns, numbers: np.ndarray | range) -> StreamedRows:
-    return StreamedRows(TaskIndex(Path(folder), columns), numbers)
+def _pieces(versions: Sequence[Version], tables: Sequence[Any], workers: int) -> Iterator[Piece]:
+    """The files cut into a few pieces for each worker, in the order of the rows."""
+    size = max(LEAST_BYTES, sum(version[1] for version in versions) // (4 * workers))
+    for number, (version, table) in enumerate(zip(versions, tables, strict=True)):
+        length = version[1] if table is None else table.num_rows
+        step = max(1, -(-length // (1 + version[1] // size)))
+        for start in range(0, length, step):
+            yield number, version, start, min(length, start + step)
+
+
+def _entries(pieces: list[Piece], columns: Columns, folder: Path) -> Iterator[dict[str, Any]]:
+    """The entries of some pieces. An error is one too: exceptions lose their words between processes."""
+    for file, version, start, end in pieces:
+        try:
+            for place, length, record in _located(version, start, end, columns, folder):
+                row = columns.row(record, place)
+                digest, bucket = fingerprint(row)
+                answered, chat = row["answer"] is not None, not isinstance(row["prompt"], str)
+                signed = digest - (digest >> 63 << 64)  # pyarrow takes Python's numbers as int64
+                values = (file, place.number, length, signed, bucket, answered, chat, None)
+                yield dict(zip(_ENTRY, values, strict=True))
+        except DataError as error:
+            yield dict(zip(_ENTRY, (file, 0, 0, 0, 0, False, False, str(error)), strict=True))
+            return
+
+
+def _located(
+    version: Version, start: int, end: int, columns: Columns, folder: Path
+) -> Iterator[tuple[Place, int, Record]]:
+    if version[3] == "jsonl":
+        yield from json_lines(version[0], start, end)
+        return
+    table = _table(version, columns, folder)
+    for first in range(start, end, BATCH_ROWS):
+        for number, record in enumerate(table.slice(first, min(BATCH_ROWS, end - first)).to_pylist(), start=first):
+            yield Place(version[0], number), 0, record
 
 
 # -- opening ---------------------------------------------------------------------------------------
@@ -186,28 +233,56 @@ def open_files(versions: tuple[Version, ...], columns: Columns, workers: int, ca
         DataError: A row is wrong; the text names file and line.
         StorageError: ``cache_dir`` cannot be written.
     """
-    name = hashlib.sha256(json.dumps([FORMAT, versions, asdict(columns)]).encode()).hexdigest()[:32]
     root = _cache_root(cache_dir)
-    folder = root / name
-    if folder.exists():
-        with contextlib.suppress(DataError):  # not whole: made again below
-            return TaskIndex(folder, columns).all_rows()
-        shutil.rmtree(folder, ignore_errors=True)
-    with _storage_errors(root):
-        build(folder, versions, columns, workers)
-        _sweep(root)
-    return TaskIndex(folder, columns).all_rows()
+    name = _name([FORMAT, [version[0] for version in versions], asdict(columns)])
+    folder = root / f"{name}-{_name(versions)}"
+    for again in (folder.exists(), False):  # a damaged one is made again
+        try:
+            index = TaskIndex(folder, versions, columns, workers)
+            break
+        except Exception as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            if not again:
+                raise error if isinstance(error, AgentRLError) else _not_made(root, error) from error
+    for outdated in root.glob(f"{name}-*"):  # of the same files, as they were
+        if outdated != folder:
+            shutil.rmtree(outdated, ignore_errors=True)
+    index.source = versions, columns, workers, cache_dir
+    column = {name: index.entries.column(name).to_numpy() for name in ("file", "bucket", "answered", "chat")}
+    parts: dict[str, tuple[int, int]] = {}
+    for number, version in enumerate(versions):
+        first, end = np.searchsorted(column["file"], (number, number + 1)).tolist()
+        if version[4] is not None and first < end:
+            parts[version[4]] = (parts.get(version[4], (first,))[0], end)
+    rows = StreamedRows(index, range(len(index.digests)))
+    return TaskRows(rows, index.digests, column["bucket"], parts, *(int(column[n].sum()) for n in ("answered", "chat")))
 
 
-def spool(records: Iterable[tuple[str | None, str, Record]], columns: Columns, workers: int) -> TaskRows:
+def _name(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def _not_made(root: Path, error: Exception) -> AgentRLError:
+    cause: BaseException = error
+    while not isinstance(cause, OSError) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    if not isinstance(cause, OSError):
+        return DataError(f"the index of the task data could not be made: {type(cause).__name__}: {cause}")
+    return StorageError(
+        f"the index of the task data cannot be written to {root}: {cause}. Free some space, or choose another folder "
+        "(cache_dir, or the environment variable XDG_CACHE_HOME)."
+    )
+
+
+def spool(records: Iterable[tuple[str | None, object, Record]], columns: Columns, workers: int) -> TaskRows:
     """Rows of a function: written to a temporary folder that goes with this process, and indexed there.
 
     Raises:
         DataError: A row is wrong or cannot be written as JSON; the text says which.
     """
-    root = _temporary()
+    root = _own_folder()
     files: dict[str | None, Any] = {}
-    with _storage_errors(root), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         for split, where, record in records:
             if split not in files:
                 files[split] = stack.enter_context((root / f"{split or 'rows'}.jsonl").open("w", encoding="ascii"))
@@ -223,68 +298,19 @@ def spool(records: Iterable[tuple[str | None, str, Record]], columns: Columns, w
 
 
 def _cache_root(given: str | None) -> Path:
-    if given is not None:
-        root = Path(given)
-        with _storage_errors(root):
-            root.mkdir(parents=True, exist_ok=True)
-        return root
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    root = Path(base) / "agentrl" / "tasks"
+    root = Path(base, "agentrl", "tasks") if given is None else Path(given)
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):
             return root
     except OSError as error:
+        if given is not None:
+            raise _not_made(root, error) from error
         log.info("%s cannot be written (%s): the index of the task data goes into a temporary folder", root, error)
-        return _temporary()
+        return _own_folder()
 
 
-def _temporary() -> Path:
-    """A folder that is removed when this process ends."""
-    folder = tempfile.mkdtemp(prefix="agentrl-tasks-")
-    owner = os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == owner:  # not in a forked child
-            shutil.rmtree(folder, ignore_errors=True)
-
-    atexit.register(remove)
-    return Path(folder)
-
-
-@contextlib.contextmanager
-def _storage_errors(root: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"the index of the task data cannot be written to {root}: {error.strerror or error}. Free some space, or "
-            "choose another folder (cache_dir, or the environment variable XDG_CACHE_HOME)."
-        ) from error
-
-
-def _sweep(root: Path) -> None:
-    """Removes indexes whose files are not what they were, and what killed processes left. Nothing else."""
-    for path in root.iterdir():
-        if _PARTIAL.fullmatch(path.name):
-            with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
-                    shutil.rmtree(path, ignore_errors=True)
-        elif _NAME.fullmatch(path.name) and _outdated(path / "manifest.json"):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _outdated(manifest: Path) -> bool:
-    """Whether this is an index of ours, and a file of it is gone or not what it was."""
-    try:
-        values = json.loads(manifest.read_text(encoding="utf-8"))
-        if values["kind"] != KIND:
-            return False
-        shards = [Shard(**shard) for shard in values["shards"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    try:
-        stats = [os.stat(shard.copy_of or shard.path) for shard in shards]
-    except OSError:
-        return True
-    return any((s.st_size, s.st_mtime_ns) != (f.size, f.mtime_ns) for s, f in zip(stats, shards, strict=True))
+def _own_folder() -> Path:
+    _temporary.append(tempfile.TemporaryDirectory(prefix="agentrl-tasks-"))
+    return Path(_temporary[-1].name)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError, DataError
+from agentrl.tasks.files import json_lines
 
 TASK_KEYS = frozenset({"task_id", "seed", "split", "index", "options"})
 """What a task that has no ``prompt`` may hold."""
-
 DEFAULT_SPLIT = "test"
 
 
@@ -28,46 +27,25 @@ def read_task_list(
         ConfigError: There are none, or one is not of the form that it must have.
         DataError: The same of a file; the text names the line.
     """
+    error: type[ConfigError] | type[DataError] = ConfigError
+    given: Iterable[tuple[object, str | None, Any]]
     if isinstance(tasks, (str, os.PathLike)):
-        return _by_split([(where, _checked(task, where, DataError)) for where, task in _lines(Path(tasks))])
-    if isinstance(tasks, Mapping):
-        found = {
-            split: [_checked(task, f"task {i} of split {split!r}", ConfigError) for i, task in enumerate(listed)]
-            for split, listed in tasks.items()
-        }
-        if not any(found.values()):
-            raise ConfigError(f"there are no tasks in {', '.join(map(repr, found)) or 'an empty dict'}.")
-        return found
-    return _by_split([(f"task {i}", _checked(task, f"task {i}", ConfigError)) for i, task in enumerate(tasks)])
-
-
-def _by_split(tasks: list[tuple[str, dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
-    if not tasks:
-        raise ConfigError("the list of tasks is empty.")
-    found: dict[str, list[dict[str, Any]]] = {}
-    for _, task in tasks:
-        found.setdefault(task.get("split", DEFAULT_SPLIT), []).append(task)
+        error = DataError
+        given = ((place, None, task) for place, _, task in json_lines(str(Path(tasks).expanduser())))
+    elif isinstance(tasks, Mapping):
+        given = ((f"task {i} of split {name!r}", name, t) for name, some in tasks.items() for i, t in enumerate(some))
+    else:
+        given = ((f"task {i}", None, task) for i, task in enumerate(tasks))
+    found: dict[str, list[dict[str, Any]]] = {split: [] for split in tasks} if isinstance(tasks, Mapping) else {}
+    for where, split, task in given:
+        task = _checked(task, where, error)
+        found.setdefault(split or task.get("split", DEFAULT_SPLIT), []).append(task)
+    if not any(found.values()):
+        raise ConfigError(f"there are no tasks in {', '.join(map(repr, found)) or 'the list'}.")
     return found
 
 
-def _lines(path: Path) -> list[tuple[str, Any]]:
-    try:
-        text = path.expanduser().read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"the list of tasks {str(path)!r} cannot be read: {error}.") from error
-    tasks = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        where = f"{path}:{number}"
-        if not line.strip():
-            continue
-        try:
-            tasks.append((where, json.loads(line)))
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise DataError(f"{where}: not JSON: {error}.") from error
-    return tasks
-
-
-def _checked(task: Any, where: str, error: type[ConfigError] | type[DataError]) -> dict[str, Any]:
+def _checked(task: Any, where: object, error: type[ConfigError] | type[DataError]) -> dict[str, Any]:
     if not isinstance(task, Mapping):
         raise error(f"{where}: a task is a dict, got {task!r:.80} ({type(task).__name__}).")
     unknown = sorted(set(task) - TASK_KEYS)

@@ -118,7 +118,7 @@ def test_a_bad_line_is_named(tmp_path, line, message):
 
 def test_other_bad_files(tmp_path):
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
-    with pytest.raises(DataError, match=":1: not UTF-8"):
+    with pytest.raises(DataError, match=":1: not JSON: 'utf-8' codec"):
         load_tasks(tmp_path / "latin.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(DataError, match="holds no rows"):

@@ -609,9 +609,9 @@ def test_fixed_tasks_say_how_to_reset():
 @pytest.mark.parametrize(
     ("tasks", "error", "message"),
     [
-        ([], ConfigError, "empty"),
+        ([], ConfigError, "no tasks in the list"),
         ({"test": []}, ConfigError, "no tasks in 'test'"),
-        ({}, ConfigError, "an empty dict"),
+        ({}, ConfigError, "no tasks in the list"),
         ([{"sed": 1}], ConfigError, "'sed' means nothing here"),
         ([3], ConfigError, "a task is a dict"),
         ([{"seed": "x"}], ConfigError, "'seed' must be a whole number"),
@@ -634,7 +634,8 @@ def test_task_data_of_any_kind_may_be_the_list(tmp_path):
 
 
 def test_a_bad_line_is_named(tmp_path):
-    for text, message in (("{}\n{", "tasks.jsonl:2: not JSON"), ("{}\n\n[]", "tasks.jsonl:3: a task is a dict")):
+    bad = (("{}\n{", "tasks.jsonl:2: not JSON"), ("{}\n\n[]", "tasks.jsonl:3: expected a JSON object, got list"))
+    for text, message in bad:
         (tmp_path / "tasks.jsonl").write_text(text)
         with pytest.raises(DataError, match=message):
             wrappers.FixedTasks(Ask(), tmp_path / "tasks.jsonl")

@@ -93,6 +93,22 @@ def test_a_dataset_saved_by_the_package_itself(tmp_path):
     assert {name: len(rows) for name, rows in load_tasks(tmp_path / "both").items()} == {"train": 30, "test": 10}
 
 
+def test_ids_are_those_of_stored_runs(tmp_path):
+    """Written down from version 0.1: a stored run is gone on with, and compared, by these."""
+    chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "naïve 你好?"}]
+    rows = [("What is 2+2?", "4"), ("a", ["x", "y"]), ("b", 1), ("c", 0.5), ("d", None), ("e", "2020-01-01")]
+    rows += [(chat, "7"), ("What is 2+2?", "4"), ("f", True), ("g", 2**70)]
+    path = write(tmp_path / "t.jsonl", [{"prompt": prompt, "label": label} for prompt, label in rows])
+    literals = [
+        "43e299ab1f84cc04", "d6817b573fa0dd06", "261e7f1f224f2bc0", "1556ef8c440690fb", "5370e51da8cb9c0c",
+        "847250a4a5e99638", "9f483f818c040bf0", "43e299ab1f84cc04-2", "7b5ef72f13365f3b", "e6f84490bc073be1",
+    ]  # fmt: skip
+    for streaming in (False, True):
+        tasks = load_tasks(path, test_fraction=0.4, streaming=streaming, cache_dir=tmp_path / "cache")
+        assert [row["task_id"] for row in tasks["all"]] == literals
+        assert [row["prompt"] for row in tasks["test"]] == ["What is 2+2?", "d", "What is 2+2?", "f"]
+
+
 def test_splits_that_the_data_has_are_kept(tmp_path):
     for name, rows in (("train", ROWS[:30]), ("validation", ROWS[30:])):
         save_to_disk(tmp_path / "saved" / name, rows)
@@ -181,7 +197,7 @@ def test_a_function_makes_rows(tmp_path):
         load_tasks(f"{tmp_path}/made.py:by_spilt")
     with pytest.raises(DataError, match="must yield rows, it returned Thing"):
         load_tasks(f"{tmp_path}/made.py:Thing")
-    with pytest.raises(DataError, match="the function .*<lambda> holds no rows"):
+    with pytest.raises(DataError, match="the task function .*<lambda> holds no rows"):
         load_tasks(lambda: [])
 
 
