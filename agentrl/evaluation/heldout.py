@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import difflib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agentrl.config.schema import EvalConfig
+from agentrl.config.schema import Config, EvalConfig
 from agentrl.envs.builtin.prompt import PromptEnv
 from agentrl.envs.tool_env import check_machine
 from agentrl.errors import ConfigError
@@ -46,7 +46,7 @@ class _Wanted:
     optional: bool = False
 
 
-def held_out_sets(cfg: Any, *, split: str = "test") -> list[HeldOutSet]:
+def held_out_sets(cfg: Config | EvalConfig, *, split: str = "test") -> list[HeldOutSet]:
     """The split of each environment, then each ``--eval-prompt-data``.
 
     Args:
@@ -60,43 +60,64 @@ def held_out_sets(cfg: Any, *, split: str = "test") -> list[HeldOutSet]:
     names = [w.name for w in wanted]
     if len(set(names)) != len(names):
         raise ConfigError(f"held-out sets need distinct names, got {', '.join(names)}")
-    chosen = _Chosen(getattr(cfg, "task_id", ()))
+    named = dict.fromkeys(getattr(cfg, "task_id", ()), False)
+    """Whether a task of this name was found."""
+    known: list[str] = []
     sets = []
     for one in wanted:
         env = make_env(one.spec, one.kwargs, sandbox=cfg.sandbox)
         try:
             check_machine(env)
-            if one.split == "all" and "all" not in env.get_wrapper_attr("splits"):
+            splits, count = env.get_wrapper_attr("splits"), env.get_wrapper_attr("num_tasks")
+            if one.split == "all" and "all" not in splits:
                 one = replace(one, split="test")  # data with splits of its own: what it holds out itself
-            if one.optional and not _has_tasks(env, one.split):
+            nothing = one.split not in splits or count(one.split) == 0
+            if one.optional and nothing:
                 continue  # no held-out tasks of its own: the other sets are what it is evaluated on
-            if getattr(cfg, "prompt_data", None) and one.split == split and not _has_tasks(env, split):
+            if cfg.prompt_data and one.split == split and nothing:
                 raise ConfigError(
                     f"{cfg.prompt_data} has no held-out tasks: give --eval-prompt-data NAME PATH, or keep a share of "
                     "the file back with --env-arg test_fraction=0.1"
                 )
-            tasks = (
-                chosen.tasks(one, env)
-                if chosen
-                else held_out_tasks(one.spec, env, split=one.split, limit=cfg.eval_tasks)
-            )
-            available = env.get_wrapper_attr("num_tasks")(one.split) if tasks else 0
+            if named:
+                tasks = _named_tasks(one, env, named, known, without_end=not nothing and count(one.split) is None)
+            else:
+                tasks = held_out_tasks(one.spec, env, split=one.split, limit=cfg.eval_tasks)
+            available = count(one.split) if tasks else 0
         finally:
             env.close()
         if tasks:
             sets.append(HeldOutSet(one.name, one.split, one.spec, one.kwargs, tasks, available))
-    chosen.refuse_unknown()
+    for name in (name for name, found in named.items() if not found):
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known[:3]
+        raise ConfigError(f"--task-id {name}: there is no such task. Near it: {', '.join(near)}.")
     if not sets:
         raise ConfigError("nothing to evaluate on: give --env NAME, or --eval-prompt-data NAME PATH")
     return sets
 
 
-def held_out_environments(cfg: Any) -> list[tuple[str, dict[str, Any]]]:
+def _named_tasks(one: _Wanted, env: Any, named: dict[str, bool], known: list[str], *, without_end: bool) -> list[Task]:
+    """The tasks of a set that ``--task-id`` names, by id or by number, in that order. Ids there are go to ``known``."""
+    if without_end:
+        of_name = {name: _drawn(name, one) for name in named}
+        known += [drawn_held_out_task(one.spec, one.split, number).task_id for number in range(3)]
+    else:
+        available = held_out_tasks(one.spec, env, split=one.split)
+        by_id = {task.task_id: task for task in available}
+        numbered = {n: available[int(n)] for n in named if n.isdecimal() and int(n) < len(available)}
+        of_name = {name: by_id.get(name) or numbered.get(name) for name in named}
+        known += by_id
+    tasks = {task.task_id: task for name, task in of_name.items() if task is not None}
+    named |= {name: True for name, task in of_name.items() if task is not None}
+    return list(tasks.values())
+
+
+def held_out_environments(cfg: Config | EvalConfig) -> list[tuple[str, dict[str, Any]]]:
     """Names and arguments of the environments of the held-out sets. None is made, no data is read."""
     return [(wanted.spec, wanted.kwargs) for wanted in (*_environments(cfg, "test"), *_files(cfg))]
 
 
-def rehearse_set(cfg: Any, held_out: HeldOutSet) -> None:
+def rehearse_set(cfg: Config | EvalConfig, held_out: HeldOutSet) -> None:
     """Play one episode of a set without a model, see :func:`~agentrl.rollout.rehearsal.rehearse`."""
     rehearse(
         lambda: make_env(held_out.spec, held_out.kwargs, tool_timeout=cfg.tool_timeout, sandbox=cfg.sandbox),
@@ -106,7 +127,7 @@ def rehearse_set(cfg: Any, held_out: HeldOutSet) -> None:
     )
 
 
-def _environments(cfg: Any, split: str) -> list[_Wanted]:
+def _environments(cfg: Config | EvalConfig, split: str) -> list[_Wanted]:
     """Sets over the held-out split of an environment each: of that of ``--env``, or those; then of each ``--eval-env``.
 
     In training the first is the one that is trained on.
@@ -122,16 +143,13 @@ def _environments(cfg: Any, split: str) -> list[_Wanted]:
     named = [*names, *(name for name, _ in cfg.eval_prompt_data)]
     for key in cfg.env_args:
         if "." in key and not any(key.startswith(f"{name}.") for name in named):
-            raise ConfigError(f"--env-arg {key}: of the name before the dot there is no set; {_listed(named)}")
+            there = f"there are {', '.join(named)}" if named else "with one environment, no name stands there"
+            raise ConfigError(f"--env-arg {key}: of the name before the dot there is no set; {there}")
     wanted += [_Wanted(n, split, spec, cfg.arguments_of(n)) for n, spec in zip(names, others, strict=True)]
     return wanted
 
 
-def _listed(names: Sequence[str]) -> str:
-    return f"there are {', '.join(names)}" if names else "with one environment, no name stands there"
-
-
-def _files(cfg: Any) -> list[_Wanted]:
+def _files(cfg: Config | EvalConfig) -> list[_Wanted]:
     """The sets of ``--eval-prompt-data``: judged like ``--prompt-data``, where that is given, unless told otherwise."""
     own = cfg.arguments_of(None) if cfg.prompt_data else {}
     shared = {key: value for key, value in own.items() if key in PromptEnv.settings}
@@ -140,44 +158,6 @@ def _files(cfg: Any) -> list[_Wanted]:
         spec, kwargs = cfg.prompt_env_spec(path)
         wanted.append(_Wanted(name, "all", spec, {**kwargs, **shared, **cfg.arguments_of(name)}))
     return wanted
-
-
-def _has_tasks(env: Any, split: str) -> bool:
-    return split in env.get_wrapper_attr("splits") and env.get_wrapper_attr("num_tasks")(split) != 0
-
-
-class _Chosen:
-    """The tasks that ``--task-id`` names: by id, or by number in the split."""
-
-    def __init__(self, names: Iterable[str]):
-        self.names = tuple(dict.fromkeys(names))
-        self._found: set[str] = set()
-        self._known: list[str] = []
-
-    def __bool__(self) -> bool:
-        return bool(self.names)
-
-    def tasks(self, one: _Wanted, env: Any) -> list[Task]:
-        """Those of the set ``one``, in the order in which they were named."""
-        if one.split in env.get_wrapper_attr("splits") and env.get_wrapper_attr("num_tasks")(one.split) is None:
-            found = {name: _drawn(name, one) for name in self.names}
-            self._known += [drawn_held_out_task(one.spec, one.split, number).task_id for number in range(3)]
-        else:
-            available = held_out_tasks(one.spec, env, split=one.split)
-            by_id = {task.task_id: task for task in available}
-            numbers = {n: int(n) for n in self.names if n.isdecimal() and int(n) < len(available)}
-            found = {n: by_id.get(n) or (available[numbers[n]] if n in numbers else None) for n in self.names}
-            self._known += by_id
-        tasks = {task.task_id: task for task in found.values() if task is not None}
-        self._found.update(name for name, task in found.items() if task is not None)
-        return list(tasks.values())
-
-    def refuse_unknown(self) -> None:
-        """Raises ConfigError when a named task is in no set."""
-        for name in self.names:
-            if name not in self._found:
-                near = difflib.get_close_matches(name, self._known, n=3, cutoff=0.4) or self._known[:3]
-                raise ConfigError(f"--task-id {name}: there is no such task. Near it: {', '.join(near)}.")
 
 
 def _drawn(name: str, one: _Wanted) -> Task | None:
