@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from agentrl.cli.env import PlayedOptions, message_lines, tool_lines
 from agentrl.config.layers import load_options
-from agentrl.config.schema import Count
+from agentrl.config.options import Count, json_or_text
 from agentrl.errors import ConfigError
 
 INTRO = """\
@@ -70,33 +70,35 @@ def play(env: Any, *, seed: int, options: dict[str, Any], source: TextIO | None 
     tools = list(info.get("tools") or ())
     print(f"task {info['task_id']}")
     print("\n".join([*tool_lines(tools), *message_lines(info, observation)]))
-    print(f"\n{HELP}" if _interactive(source) else "")
+    interactive = (source or sys.stdin).isatty()
+    print(f"\n{HELP}" if interactive else "")
     total = 0.0
     earned = dict.fromkeys(getattr(env.unwrapped, "agents", ()), 0.0) if acting_agent(env) else {}
-    turns = Turns(source or sys.stdin, tools, env, _interactive(source))
+    turns = Turns(source or sys.stdin, tools, env, interactive)
     while True:
         action = turns.next(info.get("agent"))
         if action is None:
             print(f"\nleft before the end; reward so far {_listed(earned) if earned else f'{total:g}'}")
             return 0
         actor = acting_agent(env)
-        if turns.wrote_a_call or not _interactive(source):
+        if turns.wrote_a_call or not interactive:
             print(f"[{actor or 'you'}] {action}")
         _, reward, terminated, truncated, info = env.step(action)
+        over = terminated or truncated
         total += reward
         shares = shares_of(env, reward, info) if actor else {}
         for name, share in shares.items():
             earned[name] += share
         print("\n".join(line for line in message_lines(info) if line))
-        if shares and (any(shares.values()) or terminated or truncated):
+        if shares and (any(shares.values()) or over):
             print(f"rewards: {_listed(shares)}")
-        elif reward or terminated or truncated:
-            parts = ", ".join(f"{name} {value:g}" for name, value in (info.get("rewards") or {}).items())
+        elif reward or over:
+            parts = _listed(info.get("rewards") or {})
             print(f"reward {reward:g}" + (f" ({parts})" if parts else ""))
-        if terminated or truncated:
-            success = info.get("success", total > 0 and terminated)
+        if over:
+            success = "yes" if info.get("success", total > 0 and terminated) else "no"
             sums = f"total rewards: {_listed(earned)}" if earned else f"total reward: {total:g}"
-            print(f"\nstop reason: {info['stop_reason']}, success: {'yes' if success else 'no'}, {sums}")
+            print(f"\nstop reason: {info['stop_reason']}, success: {success}, {sums}")
             return 0
 
 
@@ -114,30 +116,27 @@ class Turns:
     def next(self, agent: str | None) -> str | None:
         """The next turn; None when the person leaves or the input ends."""
         self.wrote_a_call = False
-        while True:
-            line = self._line(f"{agent}> " if agent else "> ")
-            if line is None or line == "/quit":
-                return None
+        while (line := self._line(f"{agent}> " if agent else "> ")) not in (None, "/quit"):
+            command = line.partition(" ")[0]
             if line == "/help":
                 print(HELP)
             elif line == "/tools":
                 print("\n".join(tool_lines(self._tools)) or "there are no tools")
-            elif re.fullmatch(r"/\w*", command := line.partition(" ")[0]) and command != "/call":
+            elif re.fullmatch(r"/\w*", command) and command != "/call":
                 near = difflib.get_close_matches(command, COMMANDS, 1, cutoff=0.4)
                 hint = f" Did you mean {near[0]}?" if near else ""
                 print(f"there is no command {command}.{hint} To send the line as a turn, put it between two lines `.`")
             else:
+                lines = [line] if line != "." else self._until_dot()
                 try:
-                    return "\n".join(self._expanded(part) for part in self._whole(line))
+                    return "\n".join(map(self._expanded, lines))
                 except ConfigError as error:
                     print(f"error: {error}")
+        return None
 
-    def _whole(self, line: str) -> Iterator[str]:
-        if line != ".":
+    def _until_dot(self) -> Iterator[str]:
+        while (line := self._line(". ")) is not None and line != ".":
             yield line
-            return
-        while (more := self._line(". ")) is not None and more != ".":
-            yield more
 
     def _line(self, prompt: str) -> str | None:
         if self._interactive:
@@ -160,31 +159,16 @@ class Turns:
             name, separator, value = word.partition("=")
             if not separator:
                 raise ConfigError(f"/call: {word!r} is not NAME=VALUE")
-            arguments[name] = _value(value)
+            arguments[name] = json_or_text(value)
         self.wrote_a_call = True
         return written_call(words[0], arguments, self._env.call_format)
 
 
 def written_call(name: str, arguments: dict[str, Any], call_format: str) -> str:
-    """A call as the model would write it.
-
-    Raises:
-        ConfigError: No call of that format can be written here.
-    """
+    """A call as the model would write it. Raises ConfigError: no call of that format can be written here."""
     if call_format.startswith("tags:"):
         return f"<{name}>{next(iter(arguments.values()), '')}</{name}>"
     if call_format in ("auto", "hermes"):
         call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
         return f"<tool_call>{call}</tool_call>"
     raise ConfigError(f"/call cannot write the format {call_format!r}; write the call as the model would")
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _interactive(source: TextIO | None) -> bool:
-    return (source or sys.stdin).isatty()
