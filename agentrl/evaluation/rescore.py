@@ -39,7 +39,7 @@ from agentrl.rewards import load as load_reward
 from agentrl.rewards.number import checked_reward
 from agentrl.rollout.episode import entry_point
 from agentrl.rollout.setup import make_env
-from agentrl.tools.json_schema import shorten
+from agentrl.tools.arguments import shorten
 from agentrl.types import Message, Outcome, StopReason, Trajectory, replace
 
 CATEGORIES_OF_ERRORS = 120

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any, overload
 
-from agentrl.tools.annotations import Converter
+from agentrl.tools.arguments import ArgumentReader, InvalidArguments
 from agentrl.tools.schema import describe
 
 
@@ -94,14 +93,13 @@ class Tool:
     """What the model reads about it; from the docstring when not set."""
     parameters: dict[str, Any]
     """JSON schema of the arguments; from the signature when not set."""
-    converters: Mapping[str, Converter] = MappingProxyType({})
-    """By parameter, what makes the object its type hint asks for of a JSON value; from the signature."""
     timeout: float | None = None
     """Seconds a call may take; None: the environment's ``tool_timeout``."""
     shared: bool = False
     """Whether one instance serves all episodes at once."""
     parallel: bool | None = None
     """Whether the calls of one turn may run at once; None: yes when shared or without state."""
+    _reader: ArgumentReader | None = None
 
     def __init_subclass__(cls, *, described: bool = True, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -119,13 +117,33 @@ class Tool:
             needs_schema="parameters" not in cls.__dict__,
         )
         cls.description = texts.description
-        cls.converters = texts.converters
         if texts.parameters is not None:
             cls.parameters = texts.parameters
+            cls._reader = ArgumentReader(texts.parameters, texts.adapter)
 
     def __call__(self, **arguments: Any) -> Any:
         """Does the work; returns text or a :class:`ToolResult`. May be ``async``."""
         raise NotImplementedError(f"{type(self).__name__} defines no `__call__`.")
+
+    def read_arguments(self, arguments: Any) -> dict[str, Any]:
+        """The arguments of a call, near misses turned into what the signature or the schema asks for.
+
+        Args:
+            arguments: What the model wrote, as JSON values.
+
+        Raises:
+            ToolError: Of type ``invalid_arguments``; names the argument, what was given and what is expected.
+            ConfigError: ``parameters`` is no JSON schema.
+        """
+        reader = self._reader
+        if reader is None or (reader.schema is not self.parameters and reader.schema != self.parameters):
+            reader = ArgumentReader(self.parameters, tool=self.name)  # a schema of the author's own
+            holder = self if "parameters" in vars(self) else type(self)
+            holder._reader = reader
+        try:
+            return reader.read(arguments)
+        except InvalidArguments as error:
+            raise ToolError(f"{self.name}: {error}.", ToolErrorType.INVALID_ARGUMENTS) from None
 
     def check(self, env: Any) -> None:
         """Called before a run starts: raises ConfigError where this machine lacks what the tool needs."""
@@ -196,7 +214,7 @@ class FunctionTool(Tool, described=False):
             function, skip_self=self.is_method, name=self.name, description=options.get("description") or ""
         )
         self.description, self.parameters = described.description, described.parameters or {}
-        self.converters = described.converters
+        self._reader = ArgumentReader(self.parameters, described.adapter)
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

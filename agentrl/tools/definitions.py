@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from agentrl.errors import ConfigError
-from agentrl.tools.base import Tool, ToolError, ToolErrorType
-from agentrl.tools.json_schema import KEYWORDS, matches, shorten
-from agentrl.versions import install_command
+from agentrl.tools.arguments import ArgumentReader, shorten
+from agentrl.tools.base import FunctionTool, Tool
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
-_ANNOTATIONS = frozenset(
-    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "format"}
-    | {"$schema", "$id", "$comment", "strict"}
-)
-"""Keywords that restrict nothing."""
 
 
 class OpenAITool(Tool, described=False):
     """A tool with a given definition and a function that does the work. Made by :func:`from_openai`.
 
     Arguments are checked against the definition's JSON schema, near misses turned into the right type, before
-    the function is called with them by name. A schema with keywords beyond the usual ones of function arguments
-    (``not``, ``if``, ``patternProperties``, ...) is checked by the package jsonschema as well.
+    the function is called with them by name.
 
     Args:
         definition: ``{"type": "function", "function": {"name", "description", "parameters"}}``, or the same
@@ -37,7 +29,7 @@ class OpenAITool(Tool, described=False):
         timeout: Seconds a call may take; None: the environment's ``tool_timeout``.
 
     Raises:
-        ConfigError: The definition is none, or its schema needs a package that is not installed.
+        ConfigError: The definition is none, or its parameters are no JSON schema.
     """
 
     def __init__(
@@ -66,7 +58,7 @@ class OpenAITool(Tool, described=False):
         schema = copy.deepcopy(dict(parameters))
         self.parameters = {**schema, "type": "object", "properties": schema.get("properties") or {}}
         self.function, self.shared, self.timeout = function, shared, timeout
-        self._check = _checker(self.parameters, name)
+        self._reader = ArgumentReader(self.parameters, tool=name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OpenAITool:
         tool = copy.copy(self)
@@ -83,8 +75,6 @@ class OpenAITool(Tool, described=False):
         return self.shared if self.parallel is None else self.parallel
 
     def __call__(self, **arguments: Any) -> Any:
-        if self._check is not None:
-            self._check(arguments)
         return self.function(**arguments)
 
 
@@ -143,59 +133,8 @@ def to_openai(tools: Sequence[Any]) -> list[dict[str, Any]]:
     Args:
         tools: As an environment lists them: instances, classes, or plain functions.
     """
-    from agentrl.tools.base import FunctionTool
-
     definitions = []
     for entry in tools:
         tool = entry() if inspect.isclass(entry) else entry
         definitions.append((tool if isinstance(tool, Tool) else FunctionTool(tool)).schema())
     return definitions
-
-
-def _checker(schema: dict[str, Any], name: str) -> Callable[[dict[str, Any]], None] | None:
-    """What checks arguments against the keywords that our own check does not know; None when there are none."""
-    beyond = _keywords(schema) - KEYWORDS - _ANNOTATIONS
-    if not beyond:
-        return None
-    if importlib.util.find_spec("jsonschema") is None:
-        raise ConfigError(
-            f"tool {name!r}: its schema uses {', '.join(sorted(beyond))}, which takes the package jsonschema: "
-            f"{install_command('tools')}"
-        )
-    import jsonschema
-
-    checker = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
-    try:
-        checker.check_schema(schema)
-    except jsonschema.SchemaError as error:
-        raise ConfigError(f"tool {name!r}: its parameters are no JSON schema: {shorten(error.message, 200)}") from error
-
-    def pattern(validator: Any, expression: Any, text: Any, _: Any) -> Any:
-        if validator.is_type(text, "string") and not matches(expression, text):
-            yield jsonschema.ValidationError(f"{text!r} does not match {expression!r}")
-
-    validator = jsonschema.validators.extend(checker, {"pattern": pattern})(schema)  # its own may take for ever
-
-    def check(arguments: dict[str, Any]) -> None:
-        error = jsonschema.exceptions.best_match(validator.iter_errors(arguments))
-        if error is not None:
-            where = error.json_path.removeprefix("$").removeprefix(".")
-            place = f'argument "{shorten(where, 60)}": ' if where else ""
-            raise ToolError(f"{name}: {place}{shorten(error.message, 300)}.", ToolErrorType.INVALID_ARGUMENTS)
-
-    return check
-
-
-def _keywords(schema: Any) -> set[str]:
-    """The keywords used anywhere in a schema; names of properties and definitions are none."""
-    if isinstance(schema, list):
-        return set().union(*map(_keywords, schema))
-    if not isinstance(schema, dict):
-        return set()
-    found = set(schema)
-    for key, value in schema.items():
-        if key in ("properties", "$defs", "definitions", "patternProperties") and isinstance(value, dict):
-            found |= set().union(*map(_keywords, value.values()))
-        elif key not in ("enum", "const", "default", "examples", "required", "dependentRequired"):
-            found |= _keywords(value)
-    return found

@@ -29,7 +29,6 @@ from agentrl.errors import EnvError, InfraError, is_authors
 from agentrl.tools.base import FunctionTool, Tool, ToolError, ToolErrorType, ToolResult
 from agentrl.tools.formats import clean_text
 from agentrl.tools.redaction import redact
-from agentrl.tools.validation import validate
 from agentrl.types import ToolCall
 
 logger = logging.getLogger(__name__)
@@ -105,7 +104,7 @@ async def run_call(call: ToolCall, tools: Mapping[str, Tool], *, timeout: float)
                 f"there is no tool {call.name[:64]!r}; there are: {', '.join(tools) or 'none'}.",
                 ToolErrorType.UNKNOWN_TOOL,
             )
-        arguments = validate(call.arguments, tool.parameters, tool.name, tool.converters)
+        arguments = tool.read_arguments(call.arguments)
         seconds = tool.timeout if tool.timeout is not None else timeout
         result = _as_result(await _call_within(tool, arguments, seconds), tool.name)
     except ToolError as error:

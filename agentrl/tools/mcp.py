@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError, InfraError
+from agentrl.tools.arguments import shorten
 from agentrl.tools.base import Tool, ToolError, ToolErrorType, ToolResult
-from agentrl.tools.json_schema import shorten, without_titles
 from agentrl.tools.mcp_session import Server, Session, list_once
 from agentrl.tools.redaction import redact
+from agentrl.tools.schema import tidy
 from agentrl.versions import install_command
 
 MAX_TOOLS = 200
@@ -127,7 +128,7 @@ class McpTool(Tool, described=False):
         # Models and chat templates expect names of letters, digits, - and _.
         self.name = re.sub(r"[^\w-]", "_", prefix + definition.name, flags=re.ASCII)[:64]
         self.description = (definition.description or definition.title or definition.name).strip()
-        schema = without_titles(definition.input_schema)
+        schema = tidy(definition.input_schema, {})
         self.parameters = {**schema, "type": "object", "properties": schema.get("properties") or {}}
         self.shared = shared
         self.max_output = max_output

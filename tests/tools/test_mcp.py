@@ -87,7 +87,7 @@ def test_calls_results_and_errors(episode, monkeypatch):
     assert [episode("keep_note", text=text).observation for text in "ab"] == ["a", "a,b"]
     assert episode("picture").observation == "[image/png, 100 bytes, not shown]"
     wrong = episode("add", a="x")
-    assert (wrong.error.type, wrong.observation.count("must be an integer")) == ("invalid_arguments", 1)
+    assert (wrong.error.type, wrong.observation.count("is not of type 'integer'")) == ("invalid_arguments", 1)
     failed = episode("fail", how="value")
     assert failed.error.type == "execution"
     assert "/home" not in failed.observation and len(failed.observation) < 400

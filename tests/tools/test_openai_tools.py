@@ -10,7 +10,7 @@ import pytest
 
 import agentrl
 from agentrl.errors import ConfigError
-from agentrl.tools import CalculatorTool, OpenAITool, ToolError, ToolResult, from_openai, run_calls, to_openai
+from agentrl.tools import CalculatorTool, OpenAITool, ToolResult, from_openai, run_calls, to_openai
 from agentrl.types import ToolCall
 
 
@@ -61,12 +61,12 @@ def test_the_form_of_the_responses_api_and_async_functions():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, 'missing argument "nights"'),
-        ({"nights": 0}, 'argument "nights" must be at least 1, got 0'),
-        ({"nights": 1, "guests": [{}]}, 'argument "guests[0].name" is missing'),
-        ({"nights": 1, "guests": [{"name": "a"}] * 3}, "must have at most 2 items"),
-        ({"nights": 1, "kind": "triple"}, 'must be one of "single", "double", got "triple"'),
-        ({"nights": 1, "night": 2}, 'unknown argument "night"'),
+        ({}, "'nights' is a required property"),
+        ({"nights": 0}, 'argument "nights": 0 is less than the minimum of 1'),
+        ({"nights": 1, "guests": [{}]}, "argument \"guests[0]\": 'name' is a required property"),
+        ({"nights": 1, "guests": [{"name": "a"}] * 3}, "too long"),
+        ({"nights": 1, "kind": "triple"}, "'triple' is not one of ['single', 'double']"),
+        ({"nights": 1, "night": 2}, "'night' was unexpected"),
     ],
 )
 def test_arguments_are_checked(arguments, message):
@@ -106,15 +106,6 @@ def test_no_pattern_is_slow_beside_unusual_keywords():
     schema = {"type": "object", "properties": {"a": {"not": {"type": "null"}, "anyOf": [slow]}}}
     (tool,) = from_openai(definition(parameters=schema), lambda **given: json.dumps(given))
     assert call(tool, a="x" * 60).error.type == "invalid_arguments"
-    with pytest.raises(ToolError, match="does not match"):
-        tool(a="x" * 60)
-
-
-def test_unusual_keywords_without_the_package_name_the_extra(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    from_openai(definition(parameters=ROOM), book)
-    with pytest.raises(ConfigError, match=r"uses dependentRequired, not, patternProperties.*agentrl-toolkit\[tools\]"):
-        from_openai(definition(parameters=UNUSUAL), book)
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Pow: _power,
 }
 _FUNCTIONS: dict[str, Callable[..., Number]] = {
-    **{name: vars(math)[name] for name in ["sqrt", "floor", "ceil", "log", "log2", "log10", "exp", "sin", "cos", "tan"]},
+    **{name: vars(math)[name] for name in ("sqrt", "floor", "ceil", "log", "log2", "log10", "exp", "sin", "cos")},
+    "tan": math.tan,
     "ln": lambda value: math.log(value),
     "abs": abs,
     "min": lambda *values: min(values),

@@ -18,10 +18,10 @@ import httpx
 
 from agentrl.concurrency.threads import run_blocking
 from agentrl.errors import ConfigError
+from agentrl.tools.arguments import shorten
 from agentrl.tools.base import Tool, ToolError, ToolErrorType, ToolResult
 from agentrl.tools.builtin.addresses import AddressRefused, Guard, GuardedBackend, Resolver
 from agentrl.tools.builtin.page_reader import read_page
-from agentrl.tools.json_schema import shorten
 from agentrl.versions import DISTRIBUTION, install_command
 
 MAX_URL = 2000

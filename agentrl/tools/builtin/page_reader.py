@@ -17,8 +17,8 @@ import subprocess
 import sys
 import threading
 
+from agentrl.tools.arguments import shorten
 from agentrl.tools.base import ToolError, ToolErrorType
-from agentrl.tools.json_schema import shorten
 
 CPU_SHARE = 0.4
 """Of the seconds for a page: so much CPU time may be used to read it."""
