@@ -33,9 +33,6 @@ MAX_THREADS = 256
 MAX_OWN_THREADS = 1024
 """Threads that belong to one object each; an object beyond them shares the pool."""
 
-IDLE_SECONDS = 60.0
-"""After so long without an object a thread of that kind ends."""
-
 
 class DaemonPool:
     """A thread pool whose hung calls neither block the end of the process nor use up the pool.
@@ -146,7 +143,7 @@ def _forget_threads() -> None:
     global _setup_lock
     _pools.clear()
     _own.clear()
-    _Worker.idle, _Worker.alive, _Worker.changing = [], 0, threading.Lock()
+    _Worker.alive, _Worker._counting = 0, threading.Lock()
     _setup_lock = threading.Lock()
 
 
@@ -219,30 +216,25 @@ async def _in_thread(threads: _Threads, function: Callable[..., T], args: Any, k
 
 
 class _Worker:
-    """A thread that serves one object after another, each as long as that lives. An idle one ends."""
+    """The thread of one object."""
 
-    idle: list[_Worker] = []
     alive = 0
-    changing = threading.Lock()
+    _counting = threading.Lock()
 
     @classmethod
-    def free(cls) -> _Worker | None:
-        """An idle one or a new one; None when there are :data:`MAX_OWN_THREADS`."""
-        with cls.changing:
-            if cls.idle:
-                worker = cls.idle.pop()
-                worker._unowned = False
-                return worker
+    def start(cls) -> _Worker | None:
+        """A new one; None when there are :data:`MAX_OWN_THREADS`."""
+        with cls._counting:
             if cls.alive >= MAX_OWN_THREADS:
                 return None
             cls.alive += 1
-        return cls()
+        worker = cls()
+        threading.Thread(target=worker._serve, name="agentrl-own", daemon=True).start()
+        return worker
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self.busy = False
-        self._unowned = False
-        threading.Thread(target=self._serve, name="agentrl-own", daemon=True).start()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
@@ -259,29 +251,12 @@ class _Worker:
 
     def _serve(self) -> None:
         _kept_loop.kept = True
-        while self._next():
-            pass
-
-    def _next(self) -> bool:
-        """Serves one call; False when there was nothing to do for a long time."""
-        try:
-            item = self._calls.get(timeout=IDLE_SECONDS if self._unowned else None)
-        except queue.Empty:
-            with _Worker.changing:
-                if not self._unowned:  # taken this moment
-                    return True
-                _Worker.idle.remove(self)
-                _Worker.alive -= 1
-                return False
-        if item is None:
-            _kept_loop.close()
-            with _Worker.changing:
-                self._unowned = True
-                _Worker.idle.append(self)
-            return True
-        future, call = item
-        _run(future, call, self._is_free)
-        return True
+        while (item := self._calls.get()) is not None:
+            _run(*item, self._is_free)
+            del item  # a waiting thread keeps nothing alive
+        _kept_loop.close()
+        with _Worker._counting:
+            _Worker.alive -= 1
 
     def _is_free(self) -> None:
         self.busy = False
@@ -301,18 +276,18 @@ class OwnThread:
         """Runs ``function(*args, **kwargs)`` as :func:`run_blocking` does."""
         with self._lock:
             if self._worker is None:
-                self._worker = _Worker.free()
+                self._worker = _Worker.start()
             worker = self._worker
-            if worker is not None and worker.busy:
+            if worker is None or worker.busy:
                 worker = None
-            if worker is not None:
+            else:
                 worker.busy = True
         if worker is None:
             return await run_blocking(function, *args, **kwargs)
         return await _in_thread(worker, function, args, kwargs)
 
     def release(self) -> None:
-        """Lets the thread go, once it is done."""
+        """Lets the thread end, once it is done."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.release()
@@ -344,7 +319,7 @@ def has_thread(owner: object) -> bool:
 
 
 def release_thread(owner: object) -> None:
-    """Lets go of the thread of ``owner``, if it has one; others may have it then."""
+    """Lets the thread of ``owner`` end, if it has one."""
     thread = _own.get(id(owner))
     if thread is not None:
         thread.release()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,9 +82,7 @@ class BatchedReward(SharedReward):
         self, *, max_batch: int | None = None, max_wait: float | None = None, timeout: float | None = None
     ) -> None:
         given = {"max_batch": max_batch, "max_wait": max_wait, "timeout": timeout}
-        for name, value in given.items():
-            if value is not None:
-                setattr(self, name, value)
+        vars(self).update({name: value for name, value in given.items() if value is not None})
 
     def score(self, items: list[RewardItem]) -> Sequence[float | dict[str, float]]:
         """What each item is worth, in order: a number, or a dict of named parts. May be ``async``.
@@ -163,15 +161,11 @@ class BatchedReward(SharedReward):
         except TimeoutError:
             self._one_at_a_time = threading.Lock()  # the call that hangs keeps the old one
             raise EnvError(f"{type(self).__name__}.score did not return within {self.timeout:g} s") from None
-        try:
-            scores = list(made)
-        except TypeError:
-            scores = None
-        if scores is None or isinstance(made, (str, bytes, dict)) or len(scores) != len(items):
-            got = (
-                f"{len(scores)}" if scores is not None and not isinstance(made, (str, bytes, dict)) else f"{made!r:.80}"
-            )
-            raise EnvError(f"{type(self).__name__}.score must return a list of {len(items)} scores, got {got}")
+        if isinstance(made, (str, bytes, dict)) or not isinstance(made, Iterable):
+            raise EnvError(f"{type(self).__name__}.score must return a list of {len(items)} scores, got {made!r:.80}")
+        scores = list(made)
+        if len(scores) != len(items):
+            raise EnvError(f"{type(self).__name__}.score must return a list of {len(items)} scores, got {len(scores)}")
         return scores
 
     def _alone(self, score: Any, items: list[RewardItem]) -> Any:

@@ -30,11 +30,7 @@ def math_answer(text: str, answer: Any) -> float:
     decimal point within a relative 1e-6; anything else as text after taking LaTeX spacing away.
     """
     given = boxed(text)
-    if given is None:
-        given = last_number(text)
-    if given is None:
-        return 0.0
-    return float(any(_same_value(given, boxed(gold) or gold) for gold in answers(answer)))
+    return float(_is_right(last_number(text) if given is None else given, answer))
 
 
 _LAST_ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
@@ -47,10 +43,7 @@ def deepscaler(text: str, answer: Any, turns: Sequence[str] = ()) -> float:
     Values are compared as by :func:`math_answer`.
     """
     _, closed, solution = (turns[-1] if turns else text).rpartition("</think>")
-    given = boxed(solution)
-    if not closed or given is None:
-        return 0.0
-    return float(any(_same_value(given, boxed(gold) or gold) for gold in answers(answer)))
+    return float(bool(closed) and _is_right(boxed(solution), answer))
 
 
 def dapo(text: str, answer: Any) -> float:
@@ -59,10 +52,7 @@ def dapo(text: str, answer: Any) -> float:
     DAPO (Yu et al. 2025, section 3); values are compared as by :func:`math_answer`.
     """
     found = _LAST_ANSWER.findall(text[-_DAPO_TAIL:])
-    if not found:
-        return -1.0
-    given = boxed(found[-1]) or found[-1]
-    return 1.0 if any(_same_value(given, boxed(gold) or gold) for gold in answers(answer)) else -1.0
+    return 1.0 if found and _is_right(boxed(found[-1]) or found[-1], answer) else -1.0
 
 
 def boxed(text: str) -> str | None:
@@ -81,10 +71,11 @@ def boxed(text: str) -> str | None:
 
 def last_number(text: str) -> str | None:
     """The last number in ``text``, as written."""
-    last = None
-    for match in _NUMBER.finditer(text):
-        last = match.group()
-    return last
+    return next(reversed(_NUMBER.findall(text)), None)
+
+
+def _is_right(given: str | None, answer: Any) -> bool:
+    return given is not None and any(_same_value(given, boxed(gold) or gold) for gold in answers(answer))
 
 
 def _same_value(given: str, gold: str) -> bool:
@@ -111,11 +102,8 @@ def _plain_math(text: str) -> str:
 
 def _value(text: str) -> Fraction | None:
     text = re.sub(r"(?<=\d),(?=\d{3}(?:\D|$))", "", text).replace("(", "").replace(")", "")
-    scale = Fraction(1, 100) if text.endswith("%") else Fraction(1)
-    parts = text.removesuffix("%").split("/")
-    if len(parts) > 2 or any(not _DECIMAL.fullmatch(part) for part in parts):
+    above, _, below = text.removesuffix("%").partition("/")
+    if not all(_DECIMAL.fullmatch(part) for part in (above, below or "1")):
         return None
-    numbers = [Fraction(part.removesuffix(".")) for part in parts]
-    if len(numbers) == 2:
-        return None if numbers[1] == 0 else scale * numbers[0] / numbers[1]
-    return scale * numbers[0]
+    divisor = Fraction((below or "1").removesuffix(".")) * (100 if text.endswith("%") else 1)
+    return Fraction(above.removesuffix(".")) / divisor if divisor else None

@@ -40,19 +40,20 @@ class RemoteReward:
 
     async def __call__(self, text: str, answer: Any, row: Mapping[str, Any]) -> Any:
         request = {"prompt": row.get("prompt"), "response": text, "label": answer}
-        for attempt in range(ATTEMPTS):
+        for wait in (*(FIRST_WAIT * 2**attempt for attempt in range(ATTEMPTS - 1)), None):
             try:
                 async with asyncio.timeout(self.timeout):
-                    return await self._asked(request)
+                    return await self._ask(request)
             except (httpx.HTTPError, ValueError, RecursionError, TimeoutError) as error:
                 said = f"{type(error).__name__}: {error}" if str(error) else f"no reply within {self.timeout:g} s"
-                if _is_refusal(error):
+                status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
+                if 400 <= status < 500 and status not in (408, 429):
                     raise InfraError(f"the reward server {self.url} refuses the request: {said}") from error
-            if attempt + 1 < ATTEMPTS:
-                await asyncio.sleep(FIRST_WAIT * 2**attempt)
+            if wait is not None:
+                await asyncio.sleep(wait)
         raise InfraError(f"the reward server {self.url} gave no reward in {ATTEMPTS} tries; the last time: {said}")
 
-    async def _asked(self, request: dict[str, Any]) -> Any:
+    async def _ask(self, request: dict[str, Any]) -> Any:
         """One request. Raises httpx.HTTPError, and what a reply that is no JSON number or object raises."""
         async with (
             httpx.AsyncClient(timeout=self.timeout) as client,
@@ -68,11 +69,3 @@ class RemoteReward:
         if isinstance(value, bool) or not isinstance(value, (int, float, dict)):
             raise ValueError(f"expected a number or an object of numbers, got {body[:80]!r}")
         return value
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Whether the same request would be refused again."""
-    if not isinstance(error, httpx.HTTPStatusError):
-        return False
-    status = error.response.status_code
-    return 400 <= status < 500 and status not in (408, 429)

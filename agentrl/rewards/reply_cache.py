@@ -6,7 +6,6 @@ import contextlib
 import logging
 import sqlite3
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +32,7 @@ class ReplyCache:
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = None if path is None else Path(path).expanduser().absolute()
-        self._entries: OrderedDict[str, str] = OrderedDict()
+        self._entries: dict[str, str] = {}
         self._lock = threading.Lock()
         self._complained = False
         if self.path is not None:
@@ -50,48 +49,41 @@ class ReplyCache:
     def get(self, key: str) -> str | None:
         """The reply kept under ``key``. Blocks for the file."""
         with self._lock:
-            if key in self._entries:
-                self._entries.move_to_end(key)
-                return self._entries[key]
-        if self.path is None:
-            return None
-        try:
-            with self._database() as database:
-                found = database.execute("SELECT reply FROM replies WHERE key = ?", (key,)).fetchone()
-        except sqlite3.Error as error:
-            self._complain(error)
-            return None
-        if found is None:
-            return None
-        self._remember(key, found[0])
-        return found[0]
+            reply = self._entries.pop(key, None)
+        if reply is None and (row := self._execute("SELECT reply FROM replies WHERE key = ?", key)) is not None:
+            reply = row[0]
+        if reply is not None:
+            self._remember(key, reply)
+        return reply
 
     def put(self, key: str, reply: str) -> None:
         """Keep ``reply`` under ``key``. Blocks for the file."""
         reply = reply.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate is no text of a database
         self._remember(key, reply)
-        if self.path is None:
-            return
-        try:
-            with self._database() as database:
-                database.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (key, reply))
-        except sqlite3.Error as error:
-            self._complain(error)
+        self._execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", key, reply)
 
     def _remember(self, key: str, reply: str) -> None:
         with self._lock:
             self._entries[key] = reply
-            self._entries.move_to_end(key)
-            while len(self._entries) > MEMORY_ENTRIES:
-                self._entries.popitem(last=False)
+            if len(self._entries) > MEMORY_ENTRIES:
+                del self._entries[next(iter(self._entries))]
+
+    def _execute(self, statement: str, *values: str) -> tuple[str, ...] | None:
+        """The first row that a statement gives; None without one, without a file, and where the file fails."""
+        if self.path is None:
+            return None
+        try:
+            with self._database() as database:
+                row: tuple[str, ...] | None = database.execute(statement, values).fetchone()
+                return row
+        except sqlite3.Error as error:
+            if not self._complained:
+                self._complained = True
+                log.warning("%s: the cache of judgements cannot be used: %s", self.path, error)
+            return None
 
     @contextlib.contextmanager
     def _database(self) -> Iterator[sqlite3.Connection]:
         """A connection of its own for each use: any thread, any process, and nothing to close later."""
         with contextlib.closing(sqlite3.connect(str(self.path), timeout=_LOCK_SECONDS)) as database, database:
             yield database
-
-    def _complain(self, error: sqlite3.Error) -> None:
-        if not self._complained:
-            self._complained = True
-            log.warning("%s: the cache of judgements cannot be used: %s", self.path, error)

@@ -138,9 +138,7 @@ def test_it_does_so_under_plain_gymnasium():
         env.close()
 
 
-def test_threads_are_used_again_and_end(monkeypatch):
-    monkeypatch.setattr(threads, "IDLE_SECONDS", 0.05)
-
+def test_a_thread_ends_with_its_owner():
     class Owner:
         pass
 
@@ -182,5 +180,4 @@ def test_a_second_call_at_the_same_time_runs_elsewhere():
 
 def test_beyond_the_bound_objects_share_the_pool(monkeypatch):
     monkeypatch.setattr(threads, "MAX_OWN_THREADS", 0)
-    monkeypatch.setattr(threads._Worker, "idle", [])
     assert asyncio.run(OwnThread().run(threading.current_thread)).name == "agentrl-blocking"
