@@ -113,7 +113,7 @@ def _run(future: Future[Any], call: Callable[[], Any], ended: Callable[[], None]
     try:
         result, error = call(), None
     except BaseException as raised:
-        result, error = None, ordinary(raised)
+        result, error = None, as_exception(raised)
     ended()
     if error is None:
         future.set_result(result)
@@ -121,7 +121,7 @@ def _run(future: Future[Any], call: Callable[[], Any], ended: Callable[[], None]
         future.set_exception(error)
 
 
-def ordinary(error: BaseException) -> Exception:
+def as_exception(error: BaseException) -> Exception:
     """The error as one that may cross into a coroutine: ``SystemExit`` would end the event loop,
     ``StopIteration`` would be lost in it."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
@@ -361,7 +361,7 @@ def run_in_this_thread(function: Callable[..., Coroutine[Any, Any, T]], *args: A
         if call is not None:
             call.awaits(ending)
         try:
-            return await contained(function(*args, **kwargs))
+            return await await_user_code(function(*args, **kwargs))
         finally:
             if call is not None:
                 call.has(ending)
@@ -392,7 +392,7 @@ class LoopThread:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(contained(coroutine), self._loop)
+        return asyncio.run_coroutine_threadsafe(await_user_code(coroutine), self._loop)
 
     def runs_here(self) -> bool:
         """Whether the caller is code on this loop, which must not wait for the loop."""
@@ -434,12 +434,12 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
             call.has(future)
 
 
-async def contained(awaitable: Awaitable[T]) -> T:
+async def await_user_code(awaitable: Awaitable[T]) -> T:
     """Awaits code of others: where it ends the loop (``sys.exit()``) or cancels its own work, a ``RuntimeError``."""
     try:
         return await awaitable
     except SystemExit as error:
-        raise ordinary(error) from error
+        raise as_exception(error) from error
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():

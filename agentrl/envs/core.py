@@ -19,7 +19,7 @@ from gymnasium.utils import seeding
 from agentrl.concurrency.threads import release_thread, run_blocking
 from agentrl.envs.authoring import PAIRS, SKIP, complete_pair, taking_settings, written
 from agentrl.errors import ConfigError, EnvError
-from agentrl.rewards.number import checked_reward
+from agentrl.rewards.number import reward_number
 from agentrl.spaces import Unicode
 from agentrl.types import Message, StopReason
 
@@ -292,7 +292,7 @@ def checked_step(result: Any, where: str) -> tuple[str, float, bool, bool, dict[
         raise EnvError(f"{where} must return (observation, reward, terminated, truncated, info), got {_brief(result)}.")
     observation, reward, terminated, truncated, info = result
     _check_types(where, observation, info)
-    return observation, checked_reward(reward, f"the reward of {where}"), bool(terminated), bool(truncated), info
+    return observation, reward_number(reward, f"the reward of {where}"), bool(terminated), bool(truncated), info
 
 
 def say_how_it_ended(info: dict[str, Any], terminated: bool, truncated: bool) -> None:

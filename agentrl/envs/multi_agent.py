@@ -9,7 +9,7 @@ import gymnasium
 
 from agentrl.envs.core import Env
 from agentrl.errors import ConfigError, EnvError
-from agentrl.rewards.number import checked_reward
+from agentrl.rewards.number import reward_number
 from agentrl.types import Message
 
 
@@ -102,7 +102,7 @@ class MultiAgentEnv(Env):
             if not isinstance(rewards, Mapping):
                 raise EnvError(f"{where}: info['agent_rewards'] must be a dict, got {rewards!r:.80}.")
             info["agent_rewards"] = {
-                self._agent(name, "step"): checked_reward(value, f"the reward of {where} for {name!r}")
+                self._agent(name, "step"): reward_number(value, f"the reward of {where} for {name!r}")
                 for name, value in rewards.items()
             }
         if not terminated and not truncated:

@@ -21,7 +21,7 @@ from agentrl.envs.core import Env, require_number, task_index
 from agentrl.errors import ConfigError, EnvError
 from agentrl.rewards import RewardSet
 from agentrl.rewards.combine import check_signatures
-from agentrl.rewards.number import checked_reward
+from agentrl.rewards.number import reward_number
 from agentrl.shared_keys import SharedKeys
 from agentrl.tasks.dataset import content_hash, row_id
 from agentrl.tools.base import FunctionTool, Tool, ToolErrorType, ToolResult
@@ -322,9 +322,7 @@ class ToolEnv(Env):
     def _earned_by_calls(self, calls: list[ToolCall], results: list[ToolResult]) -> float:
         wrong = (ToolErrorType.PARSE, ToolErrorType.UNKNOWN_TOOL, ToolErrorType.INVALID_ARGUMENTS)
         invalid = sum(r.error is not None and r.error.type in wrong for r in results)
-        given = (
-            checked_reward(r.reward, f"the reward of tool {c.name!r}") for c, r in zip(calls, results, strict=True)
-        )
+        given = (reward_number(r.reward, f"the reward of tool {c.name!r}") for c, r in zip(calls, results, strict=True))
         return sum(given) + invalid * self.invalid_call_reward
 
     def _by_name(self, tools: Sequence[Tool]) -> dict[str, Tool]:

@@ -36,7 +36,7 @@ from agentrl.evaluation.results import SUMMARY, TRAJECTORIES, EvalResult, load
 from agentrl.evaluation.run import first_of
 from agentrl.progress import Progress, shown
 from agentrl.rewards import load as load_reward
-from agentrl.rewards.number import checked_reward
+from agentrl.rewards.number import reward_number
 from agentrl.rollout.episode import entry_point
 from agentrl.rollout.setup import make_env
 from agentrl.tools.arguments import shorten
@@ -223,7 +223,7 @@ async def _judged(env: ToolEnv, trajectory: Trajectory) -> Trajectory:
 def _add(parts: dict[str, float], *further: Mapping[str, Any]) -> None:
     for given in further:
         for name, value in given.items():
-            parts[name] = parts.get(name, 0.0) + checked_reward(value, f"the reward {name!r}")
+            parts[name] = parts.get(name, 0.0) + reward_number(value, f"the reward {name!r}")
 
 
 async def _replayed(env: Any, trajectory: Trajectory, opening: Sequence[Message]) -> Trajectory:
@@ -240,7 +240,7 @@ async def _replayed(env: Any, trajectory: Trajectory, opening: Sequence[Message]
         if over:
             raise NotRescored("its environment ends the episode earlier now")
         observation, reward, terminated, truncated, step = await entry_point(env, "step")(text)
-        rewards.append(checked_reward(reward, "the reward of a step"))
+        rewards.append(reward_number(reward, "the reward of a step"))
         _add(parts, step.get("rewards") or {})
         success = bool(step["success"]) if step.get("success") is not None else success
         over = terminated or truncated

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from agentrl.redaction import without_secrets
+
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 """Signals that end a command as Ctrl-C does."""
 
@@ -119,8 +121,6 @@ class LogFormatter(logging.Formatter):
     """Lines that show nothing secret, hold no control characters and cannot be taken for lines of others."""
 
     def format(self, record: logging.LogRecord) -> str:
-        from agentrl.tools.redaction import without_secrets
-
         return without_secrets(printable(super().format(record))).replace("\n", "\n  ")
 
 

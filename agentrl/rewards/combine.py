@@ -15,7 +15,7 @@ from agentrl.errors import AgentRLError, ConfigError
 from agentrl.loading import is_spec, load_object
 from agentrl.rewards.choice import gpqa
 from agentrl.rewards.mathematics import dapo, deepscaler, math_answer
-from agentrl.rewards.number import checked_reward
+from agentrl.rewards.number import reward_number
 from agentrl.rewards.shared import SharedReward
 from agentrl.rewards.signature import check_signature
 from agentrl.rewards.text import exact_match, f1
@@ -186,7 +186,7 @@ class RewardSet:
                 function = await run_blocking(_instance, function) if made is None else made
             value = await _call(function, text, answer, named)
             for part, number in (value if isinstance(value, dict) else {name: value}).items():
-                result[part] = result.get(part, 0.0) + weight * checked_reward(number, f"what the reward {name!r} gave")
+                result[part] = result.get(part, 0.0) + weight * reward_number(number, f"what the reward {name!r} gave")
         return result
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from agentrl.errors import EnvError
 
 
-def checked_reward(value: Any, where: str) -> float:
+def reward_number(value: Any, where: str) -> float:
     """``value`` as a float: a number of Python, NumPy, torch or any other kind, or an array that holds one of them.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 
 from agentrl.config.template import checked_variables
 from agentrl.errors import ConfigError, EnvError
-from agentrl.rewards.number import checked_reward
+from agentrl.rewards.number import reward_number
 from agentrl.rollout.conversation import AUTHOR_ROLES, Conversation
 from agentrl.types import Message
 
@@ -87,4 +87,4 @@ def shares(agents: Mapping[str, Agent], reward: float, given: Any) -> list[tuple
     unknown = sorted(set(given) - set(agents))
     if unknown:
         raise EnvError(f"agent_rewards names {unknown}, which take no part; the agents are {sorted(agents)}")
-    return [(agent, checked_reward(given.get(name, 0.0), f"the reward of {name!r}")) for name, agent in agents.items()]
+    return [(agent, reward_number(given.get(name, 0.0), f"the reward of {name!r}")) for name, agent in agents.items()]

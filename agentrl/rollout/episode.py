@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from agentrl.concurrency.event_loop import attend
-from agentrl.concurrency.threads import contained, own_thread
+from agentrl.concurrency.threads import await_user_code, own_thread
 from agentrl.errors import ConfigError, EnvError, InfraError, LedgerError, describe
-from agentrl.rewards.number import checked_reward
+from agentrl.rewards.number import reward_number
 from agentrl.rollout.agent import SOLE_AGENT, Agent, Opening, shares
 from agentrl.rollout.conversation import Conversation, EpisodeEnd, EpisodeLimits, Turn
 from agentrl.rollout.generate_hook import GenerateContext, GenerateFunction
@@ -218,7 +218,8 @@ class Episode:
         clock = asyncio.timeout(self.limits.timeout_s)
         try:
             async with clock:
-                returned = await contained(attend("the custom generate function", generate, context, movable=False))
+                playing = attend("the custom generate function", generate, context, movable=False)
+                returned = await await_user_code(playing)
         except TimeoutError:
             if clock.expired():
                 raise self._out_of_time() from None
@@ -230,7 +231,7 @@ class Episode:
             raise EnvError("the custom generate function returned without sampling; call ctx.generate()")
         reward = returned if returned is not None else context.reward
         if reward is not None:
-            self._acting.turn_rewards = [checked_reward(reward, "the reward of the custom generate function")]
+            self._acting.turn_rewards = [reward_number(reward, "the reward of the custom generate function")]
         self._record({"rewards": context.rewards, "success": context.success})
         return last.cut_short or StopReason.DONE
 
@@ -328,7 +329,7 @@ class Episode:
         observation, reward, terminated, truncated, info = await self._call("step", action)
         if self.conversation.turns:
             self.conversation.turns[-1]["env_seconds"] = acting.env_seconds - before
-        reward = checked_reward(reward, f"the reward of {type(self.env).__name__}.step")
+        reward = reward_number(reward, f"the reward of {type(self.env).__name__}.step")
         if self._several:
             for agent, share in shares(self._agents, reward, info.get("agent_rewards")):
                 agent.earn(share, acted=agent is acting)
@@ -393,7 +394,7 @@ class Episode:
             turn = len(self.conversation.turns)
             self._acting.tool_calls += [{"turn": turn, **call} for call in calls]
         for name, value in (info.get("rewards") or {}).items():
-            self._rewards[name] = self._rewards.get(name, 0.0) + checked_reward(value, f"the reward {name!r}")
+            self._rewards[name] = self._rewards.get(name, 0.0) + reward_number(value, f"the reward {name!r}")
         if info.get("success") is not None:
             self._success = bool(info["success"])
 
@@ -408,7 +409,7 @@ class Episode:
         seconds = min(self.limits.step_timeout_s, left)
         try:
             async with asyncio.timeout(max(seconds, 0.001)) as clock:
-                return await contained(entry_point(self.env, name)(*args, **kwargs))
+                return await await_user_code(entry_point(self.env, name)(*args, **kwargs))
         except TimeoutError:
             if not clock.expired():
                 raise  # the environment's own

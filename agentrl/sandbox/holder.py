@@ -44,7 +44,7 @@ def main(plan: dict) -> int:
     os.umask(0o022)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")  # when memory runs out the kernel takes this process and its children first
-    checked(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+    raise_if_failed(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
     if (keyctl := KEYCTL.get(os.uname().machine)) is not None:
         # A new one: no namespace covers the keys of the caller's session. Where it fails they are out of reach anyway.
         libc.syscall(keyctl, KEYCTL_JOIN_SESSION_KEYRING, None)
@@ -136,20 +136,20 @@ def open_to_others(folders: list[str]) -> None:
     """
     if not folders:
         return
-    checked(libc.unshare(CLONE_NEWNS))
-    checked(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
+    raise_if_failed(libc.unshare(CLONE_NEWNS))
+    raise_if_failed(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
     opened = {folder: os.open(folder, os.O_PATH) for folder in folders}
     for folder, fd in opened.items():
         parents = [folder[:end] for end, letter in enumerate(folder) if letter == "/" and end]
         closed = next((parent for parent in parents if not os.stat(parent).st_mode & 0o1), None)
         if closed is not None:
-            checked(libc.mount(b"tmpfs", os.fsencode(closed), b"tmpfs", 0, b"mode=755,size=1m"))
+            raise_if_failed(libc.mount(b"tmpfs", os.fsencode(closed), b"tmpfs", 0, b"mode=755,size=1m"))
         os.makedirs(folder, exist_ok=True)
-        checked(libc.mount(b"/proc/self/fd/%d" % fd, os.fsencode(folder), None, MS_BIND | MS_REC, None))
+        raise_if_failed(libc.mount(b"/proc/self/fd/%d" % fd, os.fsencode(folder), None, MS_BIND | MS_REC, None))
         os.close(fd)
 
 
-def checked(result: int) -> None:
+def raise_if_failed(result: int) -> None:
     """Raises OSError if a call of the C library failed."""
     if result != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -18,17 +18,17 @@ import numpy as np
 from agentrl.concurrency.event_loop import HeldTooLong, attend, ours
 from agentrl.concurrency.threads import (
     MAX_THREADS,
-    contained,
+    as_exception,
+    await_user_code,
     has_thread,
-    ordinary,
     own_thread,
     release_thread,
     run_blocking,
 )
 from agentrl.errors import EnvError, InfraError, is_authors
+from agentrl.redaction import redact
 from agentrl.tools.base import FunctionTool, Tool, ToolError, ToolErrorType, ToolResult
 from agentrl.tools.formats import clean_text
-from agentrl.tools.redaction import redact
 from agentrl.types import ToolCall
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ async def _close(tool: Tool, timeout: float) -> None:
     try:
         async with asyncio.timeout(timeout):
             if inspect.iscoroutinefunction(tool.close):
-                await contained(tool.close())
+                await await_user_code(tool.close())
             elif has_thread(tool.owner):
                 await own_thread(tool.owner).run(tool.close)
             else:
@@ -184,7 +184,7 @@ async def _call_within(tool: Tool, arguments: dict[str, Any], seconds: float) ->
     if isinstance(error, HeldTooLong):
         raise ToolError(f"{tool.name} took longer than {seconds:g} s", ToolErrorType.TIMEOUT)
     if error is not None:
-        raise ordinary(error)
+        raise as_exception(error)
     return task.result()
 
 
@@ -193,10 +193,10 @@ async def _start(tool: Tool, arguments: dict[str, Any], seconds: float, started:
     if inspect.iscoroutinefunction(function):
         started()
         if ours(function):
-            return await contained(tool(**arguments))
+            return await await_user_code(tool(**arguments))
         owner = None if isinstance(tool, FunctionTool) else tool
         what = f"tool {tool.name!r}"
-        return await contained(attend(what, tool.__call__, owner=owner, key=function, limit=seconds, **arguments))
+        return await await_user_code(attend(what, tool.__call__, owner=owner, key=function, limit=seconds, **arguments))
 
     def call() -> Any:
         started()
@@ -206,7 +206,7 @@ async def _start(tool: Tool, arguments: dict[str, Any], seconds: float, started:
         value = await own_thread(tool.owner).run(call)
     else:
         value = await run_blocking(call)
-    return await contained(value) if inspect.isawaitable(value) else value
+    return await await_user_code(value) if inspect.isawaitable(value) else value
 
 
 def _written(tool: Tool) -> Callable[..., Any]:

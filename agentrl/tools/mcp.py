@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError, InfraError
+from agentrl.redaction import redact
 from agentrl.tools.arguments import shorten
 from agentrl.tools.base import Tool, ToolError, ToolErrorType, ToolResult
 from agentrl.tools.mcp_session import Server, Session, list_once
-from agentrl.tools.redaction import redact
 from agentrl.tools.schema import tidy
 from agentrl.versions import install_command
 

@@ -21,10 +21,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from agentrl.concurrency.threads import LoopThread, ordinary
+from agentrl.concurrency.threads import LoopThread, as_exception
 from agentrl.errors import ConfigError, InfraError
 from agentrl.processes.signals import printable
-from agentrl.tools.redaction import redact
+from agentrl.redaction import redact
 
 logger = logging.getLogger(__name__)
 
@@ -308,7 +308,7 @@ def _cause(error: BaseException) -> str:
     """The innermost reason: what fails inside task groups comes wrapped in groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {ordinary(error)}"
+    return f"{type(error).__name__}: {as_exception(error)}"
 
 
 def _let_go(connection: _Connection) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import agentrl
 from agentrl.errors import EnvError
-from agentrl.rewards.number import checked_reward
+from agentrl.rewards.number import reward_number
 
 
 class Tensor:
@@ -104,6 +104,6 @@ def test_what_is_no_number_is_refused_in_one_sentence(make, value):
 
 def test_a_scalar_of_torch():
     torch = pytest.importorskip("torch")
-    assert checked_reward(torch.tensor(0.5, requires_grad=True), "it") == 0.5
+    assert reward_number(torch.tensor(0.5, requires_grad=True), "it") == 0.5
     with pytest.raises(EnvError, match="it is tensor"):
-        checked_reward(torch.tensor([0.5, 1.0]), "it")
+        reward_number(torch.tensor([0.5, 1.0]), "it")

@@ -410,7 +410,7 @@ def _unknown(host: str) -> list[str]:
 
 def test_a_url_without_a_scheme_is_explained(fetch):
     with pytest.raises(ToolError, match="must begin with"):
-        fetch.tool().checked("example.org/page")
+        fetch.tool().allowed_url("example.org/page")
 
 
 def test_domains(fetch):

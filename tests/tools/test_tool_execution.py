@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from agentrl.concurrency import threads
 from agentrl.concurrency.threads import DaemonPool, run_blocking, run_coroutine
 from agentrl.errors import EnvError, InfraError
+from agentrl.redaction import redact
 from agentrl.tools import Tool, ToolError, ToolResult, close_tools, run_calls, tool
 from agentrl.tools.arguments import ArgumentReader, InvalidArguments
 from agentrl.tools.execution import MAX_ERROR
 from agentrl.tools.formats import HermesParser
-from agentrl.tools.redaction import redact
 from agentrl.types import ToolCall
 
 

@@ -36,7 +36,7 @@ from agentrl.envs.registry import with_async
 from agentrl.envs.tool_env import ToolEnv, check_machine
 from agentrl.envs.wrappers.base import Wrapper
 from agentrl.errors import AgentRLError, ConfigError, authors_frames, is_authors
-from agentrl.rewards.number import checked_reward
+from agentrl.rewards.number import reward_number
 
 Make = Callable[[], Env | Wrapper]
 
@@ -447,7 +447,7 @@ def _checked_step(env: Any, action: str) -> Any:
         raise CheckFailed(f"the observation {result[0]!r:.60} is not in {env.observation_space!r}")
     check_messages(info["messages"], "info['messages']")
     for name, value in (info.get("rewards") or {}).items():
-        checked_reward(value, f"info['rewards'][{name!r}]")
+        reward_number(value, f"info['rewards'][{name!r}]")
     check_json(info, "step")
     return result
 

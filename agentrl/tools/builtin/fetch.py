@@ -137,7 +137,7 @@ class FetchTool(Tool):
         metadata = {"url": page.url, "status": page.status, "bytes": len(page.body)}
         return ToolResult(f"{page.url}\n{text or '[no text]'}", metadata=metadata)
 
-    def checked(self, url: str) -> httpx.URL:
+    def allowed_url(self, url: str) -> httpx.URL:
         """The address, if by its form it may be fetched; what it resolves to is checked on connecting.
 
         Raises:
@@ -168,7 +168,7 @@ class FetchTool(Tool):
 
     async def _page(self, url: str) -> Page:
         """The answer at the end of the redirects."""
-        parsed = self.checked(url)
+        parsed = self.allowed_url(url)
         try:
             # Nothing is kept between fetches: no connection, no cookie.
             backend = GuardedBackend(self.guard)
@@ -177,7 +177,7 @@ class FetchTool(Tool):
                     page = await self._get(pool, parsed)
                     if isinstance(page, Page):
                         return page
-                    parsed = self.checked(page)
+                    parsed = self.allowed_url(page)
         except AddressRefused as error:
             _refuse(f"{error}; only public web pages can be read")
         except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError) as error:
