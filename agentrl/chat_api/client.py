@@ -12,8 +12,8 @@ import json
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -163,8 +163,10 @@ class OpenAIClient:
         """
         started = time.monotonic()
         try:
-            async with self._slot(started + timeout, timeout):
-                reply = await self._attempts(messages, params, tools, seed, template_kwargs, started + timeout, timeout)
+            async with self._slot(timeout):
+                reply = await self._attempts(
+                    lambda: self._body(messages, params, tools, seed, template_kwargs), started + timeout, timeout
+                )
         except EngineError:
             self.counters.failures += 1
             raise
@@ -176,22 +178,11 @@ class OpenAIClient:
         counters.seconds += time.monotonic() - started
         return reply
 
-    async def _attempts(
-        self,
-        messages: Sequence[dict[str, Any]],
-        params: SamplingParams,
-        tools: Sequence[dict[str, Any]] | None,
-        seed: int | None,
-        template_kwargs: Mapping[str, Any] | None,
-        deadline: float,
-        timeout: float,
-    ) -> Reply:
+    async def _attempts(self, body_now: Callable[[], dict[str, Any]], deadline: float, timeout: float) -> Reply:
         delay, reason, garbage = self._backoff, "", 0
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise self._no_answer(timeout, reason or "no time left to ask")
-            body = self._body(messages, params, tools, seed, template_kwargs)
+        while (left := deadline - time.monotonic()) > 0:
+            body = body_now()
+            pause = delay * random.uniform(0.5, 1.0)
             try:
                 status, content, wait = await self._server.exchange("POST", "/chat/completions", body, left)
                 self._reached, self._broken = time.monotonic(), None
@@ -205,10 +196,10 @@ class OpenAIClient:
                 self._reached = time.monotonic() if error.reached else self._reached
                 if not reason or time.monotonic() < deadline:  # that time was up says less than what came before
                     reason = self._server.safe(str(error))
-                pause = max(delay * random.uniform(0.5, 1.0), error.after)
+                pause = max(pause, error.after)
             except ValueError as error:
                 garbage += 1
-                reason, pause = self._server.safe(str(error)), delay * random.uniform(0.5, 1.0)
+                reason = self._server.safe(str(error))
                 if garbage == _GARBAGE_ATTEMPTS:
                     raise EngineError(f"{self.base_url}/chat/completions: {reason}") from None
             self.trouble = reason
@@ -216,9 +207,13 @@ class OpenAIClient:
             if time.monotonic() + pause >= deadline:
                 if self._reached < deadline - timeout:
                     self._broken = f"no server answers at {self.base_url} since {timeout:g} s: {reason}"
-                raise self._no_answer(timeout, reason)
+                break
             await asyncio.sleep(pause)
             delay = min(2 * delay, self._max_backoff)
+        raise EngineError(
+            f"{self.base_url} gave no answer within {timeout:g} s; last: {reason or 'no time left to ask'}. "
+            "A longer deadline is --engine-timeout"
+        )
 
     def _body(
         self,
@@ -230,23 +225,18 @@ class OpenAIClient:
     ) -> dict[str, Any]:
         if "reasoning" in self._left_out:
             messages = [{k: v for k, v in m.items() if not k.startswith("reasoning")} for m in messages]
-        body: dict[str, Any] = {"model": self.model, "messages": list(messages), "stream": False}
-        body[self._length_field] = params.max_new_tokens
-        optional: dict[str, Any] = {"temperature": params.temperature}
-        if params.top_p != 1.0:
-            optional["top_p"] = params.top_p
-        if params.top_k != -1:
-            optional["top_k"] = params.top_k
-        if params.stop:
-            optional["stop"] = list(params.stop)
-        if seed is not None:
-            optional["seed"] = seed
-        body |= {name: value for name, value in optional.items() if name not in self._left_out}
-        if tools:
-            body["tools"] = list(tools)
-        if template_kwargs:
-            body["chat_template_kwargs"] = dict(template_kwargs)
-        return body
+        optional = {
+            "temperature": params.temperature,
+            "top_p": params.top_p if params.top_p != 1.0 else None,
+            "top_k": params.top_k if params.top_k != -1 else None,
+            "stop": list(params.stop) or None,
+            "seed": seed,
+        }
+        body = {"model": self.model, "messages": list(messages), "stream": False}
+        body |= {self._length_field: params.max_new_tokens}
+        body |= {name: value for name, value in optional.items() if value is not None and name not in self._left_out}
+        body |= {"tools": list(tools)} if tools else {}
+        return body | ({"chat_template_kwargs": dict(template_kwargs)} if template_kwargs else {})
 
     def _judge(self, status: int, content: bytes, wait: float, body: dict[str, Any]) -> None:
         """What an answer other than 200 means; returns when the request may be sent again in another form.
@@ -290,48 +280,36 @@ class OpenAIClient:
         return f"Check --base-url (it usually ends with /v1) and --model (now {self.model!r})"
 
     async def _listed_models(self, timeout: float) -> list[str] | None:
-        deadline = time.monotonic() + timeout
+        deadline, pause = time.monotonic() + timeout, self._backoff
         while True:
             try:
                 status, content, _ = await self._server.exchange("GET", "/models", None, deadline - time.monotonic())
                 break
             except NoAnswer as error:
-                pause = self._backoff * random.uniform(0.5, 1.0)
                 if time.monotonic() + pause >= deadline:
                     text = f"no server answers at {self.base_url}: {self._server.safe(str(error))}"
                     raise EngineError(text + ". Is it running, and is --base-url right?") from None
                 await asyncio.sleep(pause)
         if status == 401:
-            raise ConfigError(
-                f"{self.base_url} answered HTTP 401: {self._server.safe(error_text(content))}. {self._advice(401, '')}"
-            )
+            said = self._server.safe(error_text(content))
+            raise ConfigError(f"{self.base_url} answered HTTP 401: {said}. {self._advice(401, '')}")
         try:
-            entries = json.loads(content)["data"] if status == 200 else None
-            return None if entries is None else [str(entry["id"]) for entry in entries]
+            return [str(entry["id"]) for entry in json.loads(content)["data"]] if status == 200 else None
         except (ValueError, TypeError, KeyError, RecursionError):
             return None  # not every server has this list, and nothing but a default depends on it
 
     @asynccontextmanager
-    async def _slot(self, deadline: float, timeout: float) -> AsyncIterator[None]:
-        if self._max_concurrency is None:
-            yield
-            return
-        if self._slots is None:
+    async def _slot(self, timeout: float) -> AsyncIterator[None]:
+        if self._max_concurrency is not None and self._slots is None:
             self._slots = asyncio.Semaphore(self._max_concurrency)
-        try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                await self._slots.acquire()
-        except TimeoutError:
-            raise EngineError(
-                f"no free slot within {timeout:g} s: {self._max_concurrency} requests are in flight already"
-            ) from None
-        try:
+        async with AsyncExitStack() as stack:
+            if self._slots is not None:
+                try:
+                    async with asyncio.timeout(timeout):
+                        await self._slots.acquire()
+                except TimeoutError:
+                    raise EngineError(
+                        f"no free slot within {timeout:g} s: {self._max_concurrency} requests are in flight already"
+                    ) from None
+                stack.callback(self._slots.release)
             yield
-        finally:
-            self._slots.release()
-
-    def _no_answer(self, timeout: float, reason: str) -> EngineError:
-        return EngineError(
-            f"{self.base_url} gave no answer within {timeout:g} s; last: {reason}. "
-            "A longer deadline is --engine-timeout"
-        )

@@ -90,9 +90,9 @@ def test_no_text_raises(text, answer):
 def test_a_long_text_is_judged_quickly():
     for text in ("\\boxed{" * 20_000, "1" * 200_000, "1," * 100_000, "{" * 100_000, "1" + " " * 100_000 + "x"):
         for wrapped in (text, f"\\boxed{{{text}}}"):
-            started = time.perf_counter()
+            started = time.process_time()
             rewards.math_answer(wrapped, "1")
-            assert time.perf_counter() - started < 1.0
+            assert time.process_time() - started < 1.0
 
 
 def test_loading(tmp_path):

@@ -361,7 +361,7 @@ LIGHT = """
 import sys
 sys.path.insert(0, {here!r})
 HEAVY = {{"torch", "ray", "sglang", "sglang_router", "megatron", "transformers", "tokenizers", "aiohttp", "orjson",
-          "pyarrow", "pandas", "pydantic", "scipy", "uvicorn", "starlette"}}
+          "pyarrow", "pandas", "scipy", "uvicorn", "starlette"}}
 class NotInstalled:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in HEAVY:
