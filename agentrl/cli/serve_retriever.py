@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from agentrl.config.layers import load_options
 from agentrl.config.options import PathText, Range
 from agentrl.config.schema import Count, Positive
+from agentrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentrl.retrieval import Index
 
 INTRO = """\
 Serve search over a corpus by Search-R1's HTTP API (POST /retrieve), until Ctrl-C.
@@ -46,13 +50,27 @@ def run(argv: Sequence[str]) -> int:
     given = load_options(RetrieverOptions, argv)
     from agentrl.retrieval.server import serve
 
-    serve(
-        given.corpus,
-        given.index_dir,
-        given.host,
-        given.port,
-        topk=given.topk,
-        world_seed=given.world_seed,
-        dense_model=given.dense_model,
-    )
+    serve(lambda: index_of(given), given.host, given.port, topk=given.topk)
     return 0
+
+
+def index_of(given: RetrieverOptions) -> Index:
+    """What the options ask to serve.
+
+    Raises:
+        ConfigError: A dense index without a corpus.
+        DataError: A bad corpus; file and line are named.
+    """
+    if given.corpus is None:
+        if given.dense_model:
+            raise ConfigError("a dense index needs a corpus: give a JSONL file")
+        from agentrl.envs.builtin.search.world import world_index
+
+        return world_index(given.world_seed)
+    from agentrl.retrieval import open_index
+    from agentrl.retrieval.dense import open_dense_index, sentence_encoder
+
+    if given.dense_model is None:
+        return open_index(given.corpus, given.index_dir)
+    encoder = sentence_encoder(given.dense_model)
+    return open_dense_index(given.corpus, given.index_dir or f"{given.corpus}.dense", encoder)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from agentrl.retrieval.bm25 import Bm25Index, Hit, Index, build_in_memory, open_index
-from agentrl.retrieval.passages import Passage
+from agentrl.retrieval.bm25 import Hit, Index, build_in_memory, open_index
+from agentrl.retrieval.corpus import Passage
 from agentrl.retrieval.retriever import HttpRetriever, LocalRetriever, Retriever
 
 __all__ = [
-    "Bm25Index",
     "Hit",
     "HttpRetriever",
     "Index",

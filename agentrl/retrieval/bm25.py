@@ -1,8 +1,4 @@
-"""BM25 over passages, by the bm25s library: in memory, or on disk over a JSONL corpus.
-
-On disk the postings and the corpus are memory-mapped, so opening an index of millions of passages takes
-seconds and the pages that queries touch are all that is resident.
-"""
+"""BM25 over passages: by bm25s in memory, by tantivy on disk, where an index of millions of passages opens at once."""
 
 from __future__ import annotations
 
@@ -12,24 +8,25 @@ import logging
 import os
 import re
 import shutil
-from array import array
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from agentrl.errors import DataError
-from agentrl.retrieval.corpus import JsonlCorpus, scan
-from agentrl.retrieval.passages import Passage
-from agentrl.retrieval.postings import K1, B, PostingsBuilder
+from agentrl.errors import ConfigError, DataError
+from agentrl.retrieval.corpus import Passage, scan
+from agentrl.versions import install_command
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Version of the index directory's layout; another one is rebuilt."""
-
+_IDENTITY = "agentrl.json"
 _WORD = re.compile(r"\w+")
+_BUFFER = 128 << 20
+"""Bytes of the index that are in memory while it is built."""
 
 
 class Hit(NamedTuple):
@@ -45,7 +42,8 @@ class Index(Protocol):
     def __len__(self) -> int: ...
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """At most ``topk`` hits a query, best first."""
+        """At most ``topk`` hits a query, best first. Passages that share no term with the query are never returned
+        by BM25. Safe to call from several threads."""
         ...
 
 
@@ -62,24 +60,26 @@ def words(text: str) -> list[str]:
     return [word for word in _WORD.findall(text.lower()) if word not in stopwords]
 
 
-class Bm25Index:
-    """BM25 (Lucene's variant, k1 1.5, b 0.75) over a sequence of passages.
+def _words_of(passage: Passage) -> list[str]:
+    return words(passage.text if passage.text.startswith(passage.title) else f"{passage.title} {passage.text}")
 
-    Args:
-        bm25: a bm25s index whose document i is ``passages[i]``.
-        passages: anything with ``len`` and indexing.
-    """
 
-    def __init__(self, bm25: Any, passages: Sequence[Passage]) -> None:
-        self._bm25 = bm25
+class MemoryIndex:
+    """BM25 (Lucene's variant, k1 1.5, b 0.75) over passages in memory; equal scores come in their order."""
+
+    def __init__(self, passages: Sequence[Passage]) -> None:
+        import bm25s
+
+        vocabulary: dict[str, int] = {}
+        ids = [[vocabulary.setdefault(word, len(vocabulary)) for word in _words_of(passage)] for passage in passages]
+        self._bm25 = bm25s.BM25(k1=1.5, b=0.75)
+        self._bm25.index((ids, vocabulary), show_progress=False)
         self._passages = passages
 
     def __len__(self) -> int:
         return len(self._passages)
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """At most ``topk`` hits a query, best first; equal scores in corpus order. Passages that share no
-        term with the query are never returned. Safe to call from several threads."""
         return [self._search(query, topk) for query in queries]
 
     def _search(self, query: str, topk: int) -> list[Hit]:
@@ -96,90 +96,93 @@ class Bm25Index:
         return [Hit(self._passages[int(i)], float(scores[i])) for i in candidates[order]]
 
 
-class _Builder:
-    """A bm25s index from passages, one after another."""
+class DiskIndex:
+    """BM25 (k1 1.2, b 0.75) over an index of :func:`build_index`, which holds the passages too."""
 
-    def __init__(self, directory: Path | None = None) -> None:
-        self._vocabulary: dict[str, int] = {}
-        self._postings = PostingsBuilder(directory)
+    def __init__(self, directory: Path) -> None:
+        self._index = _tantivy().Index.open(str(directory))
+        self._searcher = self._index.searcher()
 
-    def add(self, passage: Passage) -> None:
-        text = passage.text if passage.text.startswith(passage.title) else f"{passage.title} {passage.text}"
-        vocabulary = self._vocabulary
-        self._postings.add([vocabulary.setdefault(word, len(vocabulary)) for word in words(text)])
+    def __len__(self) -> int:
+        return self._searcher.num_docs
 
-    def finish(self) -> Any:
-        import bm25s
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        return [self._search(query, topk) for query in queries]
 
-        bm25 = bm25s.BM25(k1=K1, b=B)
-        self._vocabulary.setdefault("", len(self._vocabulary))
-        bm25.nonoccurrence_array = None  # this variant has none
-        bm25.scores = self._postings.finish(len(self._vocabulary))
-        bm25.vocab_dict = self._vocabulary
-        bm25.unique_token_ids_set = set(self._vocabulary.values())
-        return bm25
+    def _search(self, query: str, topk: int) -> list[Hit]:
+        tantivy, terms = _tantivy(), Counter(words(query))
+        if not terms or topk < 1:
+            return []
+        parts = []
+        for word, count in terms.items():
+            term = tantivy.Query.term_query(self._index.schema, "words", word, index_option="freq")
+            parts.append((tantivy.Occur.Should, tantivy.Query.boost_query(term, float(count))))
+        found = self._searcher.search(tantivy.Query.boolean_query(parts), topk, count=False).hits
+        return [Hit(Passage(*json.loads(self._searcher.doc(at)["passage"][0])), float(score)) for score, at in found]
 
 
-def build_in_memory(passages: Sequence[Passage]) -> Bm25Index:
+def build_in_memory(passages: Sequence[Passage]) -> MemoryIndex:
     """Index passages that fit in memory."""
-    builder = _Builder()
-    for passage in passages:
-        builder.add(passage)
-    return Bm25Index(builder.finish(), passages)
+    return MemoryIndex(passages)
 
 
-def open_index(corpus: str | Path, index_dir: str | Path | None = None) -> Bm25Index:
+def open_index(corpus: str | Path, index_dir: str | Path | None = None) -> DiskIndex:
     """The BM25 index of a JSONL corpus, built first where it is missing or older than the corpus.
 
     Args:
-        corpus: JSONL, one passage a line (see :class:`JsonlCorpus`).
+        corpus: JSONL, one passage a line (see :func:`~agentrl.retrieval.corpus.parse_passage`).
         index_dir: where the index is kept; default ``<corpus>.bm25``.
 
     Raises:
         DataError: the corpus is missing, empty or has a bad line (named), or the directory is not an index.
+        ConfigError: the package tantivy is not installed.
     """
     path = Path(corpus)
     directory = Path(index_dir) if index_dir else path.with_name(path.name + ".bm25")
-    identity = _identity(path)
-    if _stored_identity(directory) != identity:
+    _tantivy()
+    if _stored_identity(directory) != _identity(path):
         build_index(path, directory)
-    import bm25s
-
-    bm25 = bm25s.BM25.load(str(directory), mmap=True, load_corpus=False, show_progress=False)
-    return Bm25Index(bm25, JsonlCorpus(path, np.load(directory / "offsets.npy", mmap_mode="r")))
+    return DiskIndex(directory)
 
 
 def build_index(corpus: str | Path, index_dir: str | Path) -> None:
     """Build the index of a JSONL corpus in ``index_dir``, which appears only when it is complete.
 
-    Takes about 0.1 ms a passage of 100 words, and memory for the vocabulary, 8 bytes a passage and one chunk.
-
-    Raises:
-        DataError: as :func:`open_index`.
+    Takes a few hundred MB of memory however long the corpus is. Errors as of :func:`open_index`.
     """
-    path, directory = Path(corpus), Path(index_dir)
+    tantivy, path, directory = _tantivy(), Path(corpus), Path(index_dir)
     identity = _identity(path)
     log.info("building a BM25 index of %s in %s", path, directory)
     partial = directory.with_name(f"{directory.name}.tmp-{os.getpid()}")
     replaced = directory.with_name(f"{directory.name}.old-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
-    (partial / "work").mkdir(parents=True)
+    partial.mkdir(parents=True)
     try:
-        builder = _Builder(partial / "work")
-        offsets = array("q", [0])
-        for passage, end in scan(path):
-            builder.add(passage)
-            offsets.append(end)
-        builder.finish().save(str(partial), show_progress=False)
-        shutil.rmtree(partial / "work")
-        np.save(partial / "offsets.npy", np.frombuffer(offsets, dtype=np.int64))
-        (partial / "meta.json").write_text(json.dumps(identity), encoding="utf-8")
+        schema = tantivy.SchemaBuilder().add_text_field("words", tokenizer_name="whitespace", index_option="freq")
+        index = tantivy.Index(schema.add_bytes_field("passage", stored=True).build(), str(partial))
+        writer = index.writer(heap_size=_BUFFER, num_threads=1)
+        try:
+            for passage, _ in scan(path):
+                stored = json.dumps(passage).encode()
+                writer.add_document(tantivy.Document(words=" ".join(_words_of(passage)), passage=stored))
+            writer.commit()
+        finally:
+            writer.wait_merging_threads()  # until then it writes into the folder
+        (partial / _IDENTITY).write_text(json.dumps(identity), encoding="utf-8")
         if directory.exists():
             os.replace(directory, replaced)
         os.replace(partial, directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _tantivy() -> Any:
+    try:
+        import tantivy
+    except ImportError as error:
+        raise ConfigError(f"a corpus on disk needs the package tantivy: {install_command('retriever')}") from error
+    return tantivy
 
 
 def _identity(corpus: Path) -> dict[str, Any]:
@@ -194,7 +197,7 @@ def _stored_identity(directory: Path) -> dict[str, Any] | None:
     if not directory.exists():
         return None
     try:
-        return json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+        return json.loads((directory / _IDENTITY).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(
             f"{directory} exists and is not a BM25 index of ours ({error}); give another index directory or remove it"

@@ -1,4 +1,4 @@
-"""A JSONL corpus on disk, read by line offset through a memory map."""
+"""Passages, and a JSONL corpus of them on disk."""
 
 from __future__ import annotations
 
@@ -6,12 +6,24 @@ import json
 import mmap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from agentrl.errors import DataError
-from agentrl.retrieval.passages import Passage
+
+
+class Passage(NamedTuple):
+    """One retrievable text. ``title`` may be empty."""
+
+    id: str
+    title: str
+    text: str
+
+    @property
+    def contents(self) -> str:
+        """Title in quotes, newline, body: the form that Search-R1's corpora and servers use."""
+        return f'"{self.title}"\n{self.text}'
 
 
 def parse_passage(record: Any, number: int) -> Passage:
@@ -29,9 +41,7 @@ def parse_passage(record: Any, number: int) -> Passage:
         return Passage(identity, str(record.get("title") or ""), record["text"])
     if isinstance(record.get("contents"), str):
         title, newline, body = record["contents"].partition("\n")
-        if not newline:
-            return Passage(identity, "", title)
-        return Passage(identity, title.strip().strip('"'), body)
+        return Passage(identity, title.strip().strip('"'), body) if newline else Passage(identity, "", title)
     raise ValueError(f'expected a string under "contents" or "text", got the keys {sorted(map(str, record))}')
 
 
@@ -63,26 +73,18 @@ def _parse(path: Path, line: bytes, number: int) -> Passage:
 
 
 class JsonlCorpus(Sequence[Passage]):
-    """The passages of a JSONL file by number, parsed when asked for. Safe to read from several threads.
+    """The passages of a JSONL file by number, read through a memory map when asked for. Safe to read from threads."""
 
-    Args:
-        path: the file.
-        offsets: int64 ``[passages + 1]``, where each line begins, and the end of the last one.
-    """
-
-    def __init__(self, path: Path, offsets: np.ndarray) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.offsets = offsets
+        self._offsets = np.array([0, *(end for _, end in scan(path))], dtype=np.int64)
         with path.open("rb") as file:  # the map outlives the file it was made from
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return len(self._offsets) - 1
 
     def __getitem__(self, number: int) -> Passage:  # type: ignore[override]
         if not 0 <= number < len(self):
             raise IndexError(f"passage {number} of a corpus of {len(self)}")
-        return _parse(self.path, self._map[self.offsets[number] : self.offsets[number + 1]], number)
-
-    def __iter__(self) -> Iterator[Passage]:
-        return (self[i] for i in range(len(self)))
+        return _parse(self.path, self._map[self._offsets[number] : self._offsets[number + 1]], number)

@@ -15,7 +15,7 @@ import numpy as np
 
 from agentrl.errors import ConfigError, DataError
 from agentrl.retrieval.bm25 import Hit
-from agentrl.retrieval.corpus import JsonlCorpus, scan
+from agentrl.retrieval.corpus import JsonlCorpus
 
 Encoder = Callable[[list[str]], np.ndarray]
 """Texts to vectors ``[texts, dim]``, compared by inner product."""
@@ -108,7 +108,7 @@ def open_dense_index(
     path, directory = Path(corpus), Path(index_dir)
     if not path.is_file():
         raise DataError(f"cannot read the corpus {path}: no such file; expected a JSONL file")
-    passages = JsonlCorpus(path, np.array([0, *(end for _, end in scan(path))], dtype=np.int64))
+    passages = JsonlCorpus(path)
     meta = {"size": path.stat().st_size, "passages": len(passages), "passage_prefix": passage_prefix}
     meta_path, vectors_path = directory / "dense.json", directory / "vectors.npy"
     if not meta_path.exists():

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from agentrl.errors import ConfigError, InfraError
 from agentrl.retrieval.bm25 import Hit, Index
 from agentrl.retrieval.corpus import parse_passage
-from agentrl.retrieval.passages import Passage
 
 log = logging.getLogger(__name__)
 
@@ -219,5 +218,4 @@ def _hit(item: Any) -> Hit:
     if not isinstance(item, dict):
         raise TypeError(f"a result is {type(item).__name__}, not an object")
     document = item.get("document", item)
-    passage: Passage = parse_passage(document, 0)
-    return Hit(passage, float(item.get("score", 0.0)))
+    return Hit(parse_passage(document, 0), float(item.get("score", 0.0)))

@@ -13,12 +13,11 @@ import os
 import socket
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from agentrl.envs.builtin.search.world import world_index
 from agentrl.errors import ConfigError
-from agentrl.retrieval.bm25 import Hit, Index, open_index
+from agentrl.retrieval.bm25 import Hit, Index
 from agentrl.retrieval.retriever import KEY_VARIABLE, LocalRetriever, Retriever
 from agentrl.versions import install_command
 
@@ -158,30 +157,17 @@ class RetrievalServer:
         self.stop()
 
 
-def serve(
-    corpus: str | Path | None = None,
-    index_dir: str | Path | None = None,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    *,
-    topk: int = 3,
-    world_seed: int = 0,
-    dense_model: str | None = None,
-) -> None:
-    """Serve a corpus until interrupted; what ``agentrl serve-retriever`` runs.
+def serve(make_index: Callable[[], Index], host: str = "127.0.0.1", port: int = 8000, *, topk: int = 3) -> None:
+    """Serve an index until interrupted; what ``agentrl serve-retriever`` runs.
 
     Args:
-        corpus: JSONL, one passage a line; None serves the embedded synthetic world.
-        index_dir: where the index is kept; default ``<corpus>.bm25`` (or ``<corpus>.dense``).
+        make_index: opens or builds it.
         host: address to listen on. Anything but loopback needs a key in ``AGENTRL_RETRIEVER_KEY``.
         port: 0 takes a free one, which is printed.
         topk: hits a query where the request says none.
-        world_seed: which world, when there is no corpus.
-        dense_model: name of a sentence-transformers model: dense vectors instead of BM25.
 
     Raises:
         ConfigError: no key for an address that others can reach, or the port is in use.
-        DataError: a bad corpus; file and line are named.
     """
     api_key = os.environ.get(KEY_VARIABLE) or None
     if not api_key and not _is_loopback(host):
@@ -189,24 +175,12 @@ def serve(
             f"--host {host} can be reached from other machines and no key is set: "
             f"put one in the environment variable {KEY_VARIABLE}, or listen on 127.0.0.1"
         )
-    index = _index(corpus, index_dir, world_seed, dense_model)
+    index = make_index()
     app = create_app(LocalRetriever(index), api_key=api_key, default_topk=topk)
     server = RetrievalServer(app, host=host, port=port)
     guarded = "with a key" if api_key else "without a key"
     print(f"serving {len(index):,} passages on {server.url}/retrieve ({guarded}); Ctrl-C ends it", flush=True)
     server.run()
-
-
-def _index(corpus: str | Path | None, index_dir: str | Path | None, world_seed: int, dense_model: str | None) -> Index:
-    if corpus is None:
-        if dense_model:
-            raise ConfigError("a dense index needs a corpus: give a JSONL file")
-        return world_index(world_seed)
-    if dense_model is None:
-        return open_index(corpus, index_dir)
-    from agentrl.retrieval.dense import open_dense_index, sentence_encoder
-
-    return open_dense_index(corpus, index_dir or f"{corpus}.dense", sentence_encoder(dense_model))
 
 
 def _check_installed() -> None:

@@ -39,7 +39,8 @@ def test_export(called, capsys):
 def test_serve_retriever(called, capsys):
     calls = called("agentrl.retrieval.server", "serve")
     assert main(["serve-retriever", "--corpus", "c.jsonl", "--port", "0", "--topk", "5"]) == 0
-    assert calls == [(("c.jsonl", None, "127.0.0.1", 0), {"topk": 5, "world_seed": 0, "dense_model": None})]
+    (((_, *listening), options),) = calls
+    assert (listening, options) == (["127.0.0.1", 0], {"topk": 5})
     assert main(["serve-retriever", "--port", "70000"]) == 2
     assert "from 0 to 65535, got 70000" in capsys.readouterr().err
     assert main(["serve-retriever", "--copus", "c"]) == 2

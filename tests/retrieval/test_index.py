@@ -10,8 +10,8 @@ import pytest
 
 from agentrl.errors import ConfigError, DataError
 from agentrl.retrieval import Passage, bm25, build_in_memory, open_index
+from agentrl.retrieval.corpus import scan
 from agentrl.retrieval.dense import open_dense_index, sentence_encoder
-from agentrl.retrieval.postings import PostingsBuilder
 
 
 def titles(hits) -> list[str]:
@@ -67,10 +67,23 @@ def test_the_index_is_built_once_and_again_when_the_corpus_changes(corpus: Path,
 
 
 def test_on_disk_and_in_memory_agree(corpus: Path):
-    on_disk = open_index(corpus)
-    memory = build_in_memory([on_disk._passages[i] for i in range(3)])
-    for query in ("river", "Oslo fjord", "Black Sea river"):
-        assert on_disk.search([query], 3) == memory.search([query], 3)
+    """The same passages in the same order; the scores are of two libraries."""
+    on_disk, memory = open_index(corpus), build_in_memory([passage for passage, _ in scan(corpus)])
+    for query in ("river", "Oslo fjord", "Black Sea river", "river river Egypt"):
+        found, expected = on_disk.search([query], 3)[0], memory.search([query], 3)[0]
+        assert [hit.passage for hit in found] == [hit.passage for hit in expected]
+        scores = [hit.score for hit in found]
+        assert scores == sorted(scores, reverse=True) and scores[-1] > 0
+
+
+@pytest.mark.parametrize("query", ["", "zzz", "the of and", "\x00\ud800", "title:river (", "river " * 5000, "a1 " * 9])
+def test_a_query_is_words_and_nothing_else(corpus: Path, query: str):
+    assert len(open_index(corpus).search([query], 5)[0]) in ((2,) if "river" in query else (0,))
+
+
+def test_text_that_is_no_utf8_is_kept(write_jsonl):
+    (hits,) = open_index(write_jsonl([{"contents": "odd \ud800 word"}, {"contents": "other"}])).search(["odd"], 1)
+    assert hits[0].passage.text == "odd \ud800 word"
 
 
 @pytest.mark.parametrize(
@@ -155,23 +168,3 @@ def test_the_dense_option_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "sentence_transformers", None)
     with pytest.raises(ConfigError, match="pip install sentence-transformers"):
         sentence_encoder("some/model")
-
-
-@pytest.mark.parametrize("chunk_terms", [1, 7, 10_000])
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_postings_are_those_of_bm25s_own_builder(chunk_terms: int, on_disk: bool, tmp_path: Path):
-    import bm25s
-
-    rng = np.random.default_rng(0)
-    passages = [rng.integers(0, 30, size=size).tolist() for size in [0, *rng.integers(1, 40, size=60)]]
-    vocabulary = {f"w{i}": i for i in range(30)}
-    reference = bm25s.BM25()
-    reference.index((passages, vocabulary), show_progress=False, create_empty_token=False)
-    builder = PostingsBuilder(tmp_path if on_disk else None, chunk_terms=chunk_terms)
-    for passage in passages:
-        builder.add(passage)
-    scores = builder.finish(len(vocabulary))
-    assert scores["num_docs"] == len(passages)
-    assert np.array_equal(scores["indptr"], reference.scores["indptr"])
-    assert np.array_equal(scores["indices"], reference.scores["indices"])
-    np.testing.assert_allclose(scores["data"], reference.scores["data"], rtol=1e-6)

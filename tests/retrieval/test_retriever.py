@@ -93,7 +93,7 @@ def test_a_key_is_asked_for_and_never_sent_back(corpus: Path, monkeypatch: pytes
 def test_serving_to_others_without_a_key_is_refused(corpus: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     with pytest.raises(ConfigError, match=KEY_VARIABLE):
-        serve(corpus, host="0.0.0.0", port=0)
+        serve(lambda: open_index(corpus), host="0.0.0.0", port=0)
 
 
 def test_a_port_in_use_is_named(corpus: Path):
@@ -102,17 +102,17 @@ def test_a_port_in_use_is_named(corpus: Path):
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}.*choose another --port"):
-            serve(corpus, port=port)
+            serve(lambda: open_index(corpus), port=port)
 
 
 def test_a_bad_corpus_line_stops_the_server_before_it_listens(write_jsonl):
     with pytest.raises(DataError, match=r"corpus.jsonl:3: expected a string"):
-        serve(write_jsonl([{"contents": "a"}, {"contents": "b"}, {"text": None}]), port=0)
+        serve(lambda: open_index(write_jsonl([{"contents": "a"}, {"contents": "b"}, {"text": None}])), port=0)
 
 
 def test_serve_says_where_it_listens(corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr(RetrievalServer, "run", lambda self: self.stop())
-    serve(corpus, port=0)
+    serve(lambda: open_index(corpus), port=0)
     assert "serving 3 passages on http://127.0.0.1:" in capsys.readouterr().out
 
 

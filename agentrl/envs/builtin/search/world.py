@@ -14,8 +14,7 @@ import random
 from dataclasses import dataclass
 
 from agentrl.envs.builtin.search import names
-from agentrl.retrieval.bm25 import Bm25Index, build_in_memory
-from agentrl.retrieval.passages import Passage
+from agentrl.retrieval import Index, Passage, build_in_memory
 
 SPLITS = ("train", "test")
 TEST_PERMILLE = 200
@@ -201,6 +200,6 @@ def get_world(seed: int = 0) -> World:
 
 
 @functools.lru_cache(maxsize=4)
-def world_index(seed: int = 0) -> Bm25Index:
+def world_index(seed: int = 0) -> Index:
     """The index over the passages of a world, built once a process (about a second)."""
     return build_in_memory(get_world(seed).passages)
