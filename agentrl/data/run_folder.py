@@ -13,8 +13,10 @@ reward.png       the learning curve
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
+import itertools
 import math
 import os
 import platform
@@ -22,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar
 
 from agentrl.data.files import (
     JsonLines,
@@ -40,6 +42,11 @@ from agentrl.errors import ConfigError, DataError, StorageError
 from agentrl.tasks.source import env_label
 from agentrl.versions import git_state, installed
 
+if TYPE_CHECKING:
+    from agentrl.config.schema import Config, EvalConfig
+
+AnyConfig = TypeVar("AnyConfig", "Config", "EvalConfig")
+
 PRIVATE = 0o700
 """Mode of a run folder: it holds what users and models said, and weights."""
 REWARD = "rollout/reward"
@@ -55,7 +62,13 @@ def flatten_summary(name: str, summary: Mapping[str, Any]) -> dict[str, float]:
     return {f"eval/{name}/{key}": math.nan if value is None else float(value) for key, value in values.items()}
 
 
-class RunDir:
+def scalars_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """What ``metrics.jsonl`` says of a line of ``evaluations.jsonl``."""
+    parts = (flatten_summary(name, summary) for name, summary in evaluation["sets"].items())
+    return {name: value for part in parts for name, value in part.items()}
+
+
+class RunDir(Generic[AnyConfig]):
     """A run folder, held by one process at a time. Use as a context manager, or call :meth:`close`.
 
     Make one with :meth:`create`, or :meth:`resume` and :meth:`go_on` to go on.
@@ -64,7 +77,7 @@ class RunDir:
         mended: what was found damaged, and what became of it, for a person.
     """
 
-    def __init__(self, path: Path | str, config: Any):
+    def __init__(self, path: Path | str, config: AnyConfig):
         """Take hold of an existing folder. Raises StorageError when another process has it."""
         self.path = Path(path)
         self.config = config
@@ -79,7 +92,7 @@ class RunDir:
     # -- making and opening --------------------------------------------------------------------
 
     @classmethod
-    def create(cls, config: Any, *, base: Path | str = "runs") -> RunDir:
+    def create(cls, config: AnyConfig, *, base: Path | str = "runs") -> RunDir[AnyConfig]:
         """A new run folder: ``config.output_dir``, or ``<base>/<env>-<date>-<n>``.
 
         Raises:
@@ -92,7 +105,7 @@ class RunDir:
         return run
 
     @classmethod
-    def reserve(cls, config: Any, *, base: Path | str = "runs") -> RunDir:
+    def reserve(cls, config: AnyConfig, *, base: Path | str = "runs") -> RunDir[AnyConfig]:
         """As :meth:`create`, but the folder is no run yet: :meth:`note_start` makes it one."""
         if config.output_dir is not None:
             path = Path(config.output_dir).absolute()
@@ -108,7 +121,7 @@ class RunDir:
         return cls(path, config.replace(output_dir=str(path)))
 
     @classmethod
-    def resume(cls, config: Any) -> RunDir:
+    def resume(cls, config: AnyConfig) -> RunDir[AnyConfig]:
         """The run folder ``config.output_dir``, as it is. Nothing is changed before :meth:`go_on`.
 
         Raises:
@@ -144,17 +157,17 @@ class RunDir:
         logged = {line["step"] for line in metrics if _of_evaluation(line)}
         for line in evaluations:
             if line["step"] not in logged:
-                self._log_scalars(line)
+                self.log_metrics(line["step"], scalars_of(line))
 
     @classmethod
-    def reopen(cls, config: Any) -> RunDir | None:
+    def reopen(cls, config: AnyConfig) -> RunDir[AnyConfig] | None:
         """The folder ``config.output_dir`` if it holds a run already, as it is; None when it does not.
 
         Raises:
             StorageError: Another process is using it.
         """
-        path = Path(config.output_dir).absolute() if config.output_dir is not None else None
-        if path is None or not (path / "config.json").is_file():
+        path = Path(config.output_dir or "").absolute()
+        if config.output_dir is None or not (path / "config.json").is_file():
             return None
         return cls(path, config.replace(output_dir=str(path)))
 
@@ -169,7 +182,7 @@ class RunDir:
         except DataError:
             return {}
 
-    def _acquire(self) -> Any:
+    def _acquire(self) -> IO[str]:
         with storage_errors(self.path):
             lock = (self.path / ".lock").open("w")
         try:
@@ -204,8 +217,8 @@ class RunDir:
 
     def open_trackers(self, first_step: int | None = None) -> None:
         """Begin with TensorBoard and wandb; what they hold of steps after ``first_step`` is void."""
-        if getattr(self.config, "tensorboard", False):
-            self._trackers.append(TensorBoard(self.tensorboard_dir, first_step=first_step))
+        if getattr(self.config, "tensorboard", False):  # an evaluation has neither
+            self._trackers.append(TensorBoard(self.path / "tensorboard", first_step=first_step))
         if getattr(self.config, "use_wandb", False):
             self._trackers.append(
                 WandB(self.path, project=self.config.wandb_project, name=self.path.name, config=self.config.to_dict())
@@ -217,11 +230,6 @@ class RunDir:
     def logs(self) -> Path:
         """Folder of the processes' logs."""
         return self.path / "logs"
-
-    @property
-    def tensorboard_dir(self) -> Path:
-        """Folder of the TensorBoard files."""
-        return self.path / "tensorboard"
 
     @property
     def checkpoints(self) -> Path:
@@ -262,16 +270,10 @@ class RunDir:
         Its scalars follow in ``metrics.jsonl``, at the next start where a kill comes between.
         """
         line = {"step": int(step), "sets": dict(sets)}
-        lines = JsonLines(self.path / "evaluations.jsonl")
-        try:
+        with contextlib.closing(JsonLines(self.path / "evaluations.jsonl")) as lines:
             lines.append(line)
             lines.sync()
-        finally:
-            lines.close()
-        self._log_scalars(line)
-
-    def _log_scalars(self, evaluation: Mapping[str, Any]) -> None:
-        self.log_metrics(evaluation["step"], scalars_of(evaluation))
+        self.log_metrics(line["step"], scalars_of(line))
 
     def evaluations(self, *, mended: list[str] | None = None) -> Iterator[dict[str, Any]]:
         """The lines of ``evaluations.jsonl``, oldest first. Damaged ones are passed over, and named in ``mended``."""
@@ -298,12 +300,13 @@ class RunDir:
 
     def plot_reward(self) -> Path:
         """Draw ``reward.png`` from the metrics; returns its path."""
-        rewards, held_out = [], {}
+        rewards: list[tuple[int, float]] = []
+        held_out: dict[str, list[tuple[int, float]]] = {}
         for line in self.metrics():
-            if line.get(REWARD) is not None:
-                rewards.append((line["step"], line[REWARD]))
             for name, value in line.items():
-                if name.startswith("eval/") and name.endswith("/success") and value is not None:
+                if name == REWARD and value is not None:
+                    rewards.append((line["step"], value))
+                elif name.startswith("eval/") and name.endswith("/success") and value is not None:
                     held_out.setdefault(name.split("/")[1], []).append((line["step"], value))
         path = self.path / "reward.png"
         plot_reward(path, rewards, held_out, title=self.path.name)
@@ -324,7 +327,7 @@ class RunDir:
         finally:
             self._lock.close()
 
-    def __enter__(self) -> RunDir:
+    def __enter__(self) -> RunDir[AnyConfig]:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -335,32 +338,18 @@ def _of_evaluation(line: Mapping[str, Any]) -> bool:
     return any(name.startswith("eval/") for name in line)
 
 
-def scalars_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """What ``metrics.jsonl`` says of a line of ``evaluations.jsonl``."""
-    metrics: dict[str, float] = {}
-    for name, summary in evaluation["sets"].items():
-        metrics |= flatten_summary(name, summary)
-    return metrics
-
-
-def _new_folder(base: Path, config: Any) -> Path:
+def _new_folder(base: Path, config: Config | EvalConfig) -> Path:
     """Make ``<base>/<env>-<date>-<n>`` with the first free n."""
     # Without an environment or task file of its own, an evaluation is of held-out files alone.
     environments = (config.env,) if isinstance(config.env, str) else config.env
-    if any(environments):
-        label = "-".join(env_label(spec) for spec in environments)
-    else:
-        label = env_label(Path(config.prompt_data or config.eval_prompt_data[0][1]).stem)
+    label = "-".join(env_label(spec) for spec in environments if spec)
+    label = label or env_label(Path(config.prompt_data or config.eval_prompt_data[0][1]).stem)
     kind = "" if hasattr(config, "num_rollout") else "eval-"
-    stem = f"{kind}{label}-{time.strftime('%Y%m%d')}"
     with storage_errors(base):
         base.mkdir(parents=True, exist_ok=True)
-        number = 1
-        while True:
-            path = base / f"{stem}-{number}"
-            try:
+        for number in itertools.count(1):
+            path = base / f"{kind}{label}-{time.strftime('%Y%m%d')}-{number}"
+            with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=PRIVATE)
-            except FileExistsError:
-                number += 1
-            else:
-                return path
+                break
+    return path
