@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from agentrl.config.layers import load_options
 from agentrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentrl.evaluation.compare import Flip, SetComparison
 
 INTRO = """\
 Compare two evaluations of the same tasks, task by task.
@@ -81,7 +84,7 @@ def place(word: str) -> tuple[Path, int | None]:
     return Path(word), None
 
 
-def _print(words: Sequence[str], compared: Sequence[Any], everything: bool) -> None:
+def _print(words: Sequence[str], compared: Sequence[SetComparison], everything: bool) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -90,31 +93,38 @@ def _print(words: Sequence[str], compared: Sequence[Any], everything: bool) -> N
     from agentrl.processes.signals import printable
 
     console = Console(highlight=False, soft_wrap=True)
-    console.print(Text(printable(f"A  {words[0]}\nB  {words[1]}")))
+
+    def say(text: str, style: str = "") -> None:
+        console.print(Text(printable(text), style=style))
+
+    say(f"A  {words[0]}\nB  {words[1]}")
     for c in compared:
         table = Table(title=Text(f"{printable(c.name)}: {tasks(c.n_tasks)} in pairs"), title_justify="left")
         for heading in ("", "A", "B", "B - A", "95 % interval", "p"):
-            table.add_column(heading, justify="left" if not heading else "right")
-        both = (("success", c.success, "{:.1%}".format, points), ("reward", c.reward, "{:.3f}".format, plain))
+            table.add_column(heading, justify="right" if heading else "left")
+        both = (("success", c.success, "{:.1%}", points), ("reward", c.reward, "{:.3f}", plain))
         for what, paired, level, written in both:
             interval = written(paired.low, paired.high) if paired.low == paired.low else "-"
-            table.add_row(
-                what, level(paired.a), level(paired.b), written(paired.difference), interval, f"{paired.p:.2g}"
-            )
+            levels = level.format(paired.a), level.format(paired.b)
+            table.add_row(what, *levels, written(paired.difference), interval, f"{paired.p:.2g}")
         table.add_row("episodes", *map(str, c.episodes), "", "", "")
         table.add_row("errors (not scored)", *map(str, c.errors), "", "", "")
         console.print(table)
         for what, paired, _, written in both:
-            console.print(Text(in_words(paired, what, written)))
+            say(in_words(paired, what, written))
         for note in c.notes:
-            console.print(Text(printable(f"note: {note}"), style="yellow"))
-        for why, ids in c.left_out.items():
-            _list(console, f"{tasks(len(ids))} left out, {why}", ids, everything)
-        _list(console, f"{tasks(len(c.gained))} that B solves more often", map(_flip, c.gained), everything)
-        _list(console, f"{tasks(len(c.lost))} that B solves less often", map(_flip, c.lost), everything)
+            say(f"note: {note}", "yellow")
+        lists = [(f"{tasks(len(ids))} left out, {why}", ids) for why, ids in c.left_out.items()]
+        lists.append((f"{tasks(len(c.gained))} that B solves more often", list(map(_flip, c.gained))))
+        lists.append((f"{tasks(len(c.lost))} that B solves less often", list(map(_flip, c.lost))))
+        for heading, lines in lists:
+            listed = lines if everything else lines[:SHOWN]
+            if len(listed) < len(lines):
+                listed = [*listed, f"... and {len(lines) - len(listed)} more: --all lists them"]
+            say("\n  ".join([heading + (":" if lines else ""), *listed]))
     if len(compared) > 1:
         level = 0.05 / len(compared)
-        console.print(Text(f"{len(compared)} sets are tested: one of them counts below p = {level:.2g} (Bonferroni)."))
+        say(f"{len(compared)} sets are tested: one of them counts below p = {level:.2g} (Bonferroni).")
 
 
 def tasks(n: int) -> str:
@@ -132,19 +142,5 @@ def plain(*differences: float) -> str:
     return " to ".join(f"{difference:+.3f}" for difference in differences)
 
 
-def _flip(flip: Any) -> str:
+def _flip(flip: Flip) -> str:
     return flip.task_id if {flip.a, flip.b} == {0.0, 1.0} else f"{flip.task_id}  {flip.a:.0%} -> {flip.b:.0%}"
-
-
-def _list(console: Any, heading: str, lines: Iterable[str], everything: bool) -> None:
-    from rich.text import Text
-
-    from agentrl.processes.signals import printable
-
-    lines = list(lines)
-    shown = lines if everything else lines[:SHOWN]
-    more = [f"... and {len(lines) - len(shown)} more: --all lists them"] if len(shown) < len(lines) else []
-    text = Text(printable(heading) + (":" if lines else ""))
-    for line in (*shown, *more):
-        text.append(f"\n  {printable(line)}")
-    console.print(text)

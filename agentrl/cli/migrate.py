@@ -26,12 +26,11 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError("agentrl migrate takes one launch script of slime: agentrl migrate run.sh")
     program, flags, absent = read_script(Path(argv[0]).expanduser())
     translations = translate(program, flags)
-    given = [str(t.given).replace("\n", " ") for t in translations]
-    width = min(max(map(len, given), default=0), 44)
+    rows = [(str(t.given).replace("\n", " "), f"{'' if t.kept else 'left out: '}{t.remark}") for t in translations]
+    rows += [(name, "set nowhere in the script, nor in files that it sources and that are here") for name in absent]
+    width = min(max((len(given) for given, _ in rows), default=0), 44)
     print(f"# {argv[0]} for agentrl. What became of each flag:")
-    for flag, t in zip(given, translations, strict=True):
-        print(f"#   {flag:<{width}}  {'' if t.kept else 'left out: '}{t.remark}")
-    for name in absent:
-        print(f"#   {name:<{width}}  set nowhere in the script, nor in files that it sources and that are here")
+    for given, remark in rows:
+        print(f"#   {given:<{width}}  {remark}")
     print(" \\\n    ".join(["agentrl train", *(str(t.kept) for t in translations if t.kept is not None)]))
     return 0
