@@ -1,4 +1,10 @@
-"""A trajectory as a plain record and back: the one description of what is stored."""
+"""A trajectory as a plain record and back: the one description of what is stored, by training (Parquet) and by
+evaluation (JSONL).
+
+A field has one type in every record, whatever the environment, so that table readers (pandas, pyarrow, Hugging Face
+datasets) take both: what is of free form is JSON text, and a message is its text fields and, as JSON text under
+``more``, the rest of it.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +18,13 @@ import numpy as np
 from agentrl.data.files import finite, to_json
 from agentrl.types import Message, Segment, StopReason, Task, Trajectory
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Raised when a field changes its meaning; readers refuse a newer one."""
 
 JSON_FIELDS = ("rewards", "messages", "tool_calls", "info", "timings", "task_options")
-"""Fields of free form, stored as JSON text in columns."""
+"""Fields of free form, stored as JSON text; messages as rows of :data:`MESSAGE_FIELDS`."""
+
+MESSAGE_FIELDS = ("role", "content", "reasoning_content", "name", "tool_call_id", "more")
 
 SEGMENT_ARRAYS = {"tokens": np.int32, "loss_mask": np.uint8, "logprobs": np.float32, "versions": np.int32}
 """Arrays of a segment, one entry a token each."""
@@ -28,7 +36,7 @@ def clean(text: str | None) -> str | None:
 
 
 def scalars(trajectory: Trajectory) -> dict[str, Any]:
-    """Everything of a trajectory but its tokens; free-form fields as objects."""
+    """Everything of a trajectory but its tokens, as it is stored."""
     t = trajectory
     return {
         "trajectory_id": clean(t.trajectory_id),
@@ -37,10 +45,10 @@ def scalars(trajectory: Trajectory) -> dict[str, Any]:
         "env": clean(t.task.env),
         "task_split": clean(t.task.split),
         "task_seed": int(t.task.seed),
-        "task_options": t.task.options,
+        "task_options": to_json(t.task.options),
         "agent": clean(t.agent),
         "reward": float(t.reward),
-        "rewards": t.rewards,
+        "rewards": to_json(t.rewards),
         "turn_rewards": [float(r) for r in t.turn_rewards],
         "success": None if t.success is None else bool(t.success),
         "stop_reason": str(t.stop_reason),
@@ -49,41 +57,27 @@ def scalars(trajectory: Trajectory) -> dict[str, Any]:
         "num_turns": int(t.num_turns),
         "num_tokens": t.num_tokens,
         "num_sampled": t.num_sampled,
-        "messages": t.messages,
-        "tool_calls": t.tool_calls,
-        "info": t.info,
-        "timings": t.timings,
+        "messages": [_message_row(m) for m in t.messages],
+        "tool_calls": to_json(t.tool_calls),
+        "info": to_json(t.info),
+        "timings": to_json(t.timings),
     }
 
 
 def to_record(trajectory: Trajectory, *, set_name: str = "") -> dict[str, Any]:
-    """A JSON-ready record with tokens, for a line of JSONL.
-
-    A field has one type in every record, whatever the environment, so that table readers (pandas, pyarrow,
-    Hugging Face datasets) take the file: what is of free form is JSON text, and a message is its text fields
-    and, as JSON text under ``more``, the rest of it.
-
-    Args:
-        set_name: the held-out set it belongs to.
-    """
+    """A JSON-ready record with tokens, for a line of JSONL; ``set_name``: the held-out set it belongs to."""
     segments = [
         {**{name: getattr(s, name).tolist() for name in SEGMENT_ARRAYS}, "prompt_length": int(s.prompt_length)}
         for s in trajectory.segments
     ]
     record = {"schema_version": SCHEMA_VERSION, "set": clean(set_name), **scalars(trajectory)}
-    record["messages"] = [_message_row(m) for m in trajectory.messages]
-    for name in set(JSON_FIELDS) - {"messages"}:
-        record[name] = to_json(record[name])
     return {**finite(record), "segments": segments}
 
 
-_MESSAGE_TEXT = ("role", "content", "reasoning_content", "name", "tool_call_id")
-
-
 def _message_row(message: Mapping[str, Any]) -> dict[str, str | None]:
-    text = {name: clean(message[name]) if isinstance(message.get(name), str) else None for name in _MESSAGE_TEXT}
-    rest = {name: value for name, value in message.items() if text.get(name) is None}
-    return {**text, "more": to_json(rest) if rest else None}
+    text = {name: clean(value) for name in MESSAGE_FIELDS[:-1] if isinstance(value := message.get(name), str)}
+    rest = {name: value for name, value in message.items() if name not in text}
+    return {**dict.fromkeys(MESSAGE_FIELDS), **text, "more": to_json(rest) if rest else None}
 
 
 def _message(row: Mapping[str, Any]) -> Message:

@@ -2,7 +2,7 @@
 
 ``trajectories/train-000010.parquet`` holds the rollout of step 10, ``trajectories/eval-search-000010.parquet``
 the held-out episodes after it. Token arrays are nested lists of numbers (a list of segments a row);
-messages, tool calls and other free-form fields are JSON text. The schema version is in the metadata.
+the other columns are the fields of a line of ``trajectories.jsonl``. The schema version is in the metadata.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agentrl.data.files import atomic_file, remove_partials, storage_errors, to_json
-from agentrl.data.records import JSON_FIELDS, SCHEMA_VERSION, SEGMENT_ARRAYS, from_record, scalars
+from agentrl.data.files import atomic_file, remove_partials, storage_errors
+from agentrl.data.records import MESSAGE_FIELDS, SCHEMA_VERSION, SEGMENT_ARRAYS, from_record, scalars
 from agentrl.errors import DataError
 from agentrl.types import Trajectory
 
@@ -72,7 +72,7 @@ def arrow_schema() -> pa.Schema:
         "num_turns": pa.int32(),
         "num_tokens": pa.int64(),
         "num_sampled": pa.int64(),
-        "messages": pa.string(),
+        "messages": pa.list_(pa.struct([(field, pa.string()) for field in MESSAGE_FIELDS])),
         "tool_calls": pa.string(),
         "info": pa.string(),
         "timings": pa.string(),
@@ -120,8 +120,6 @@ def _batch(
             values = [advantages.get(t.trajectory_id) for t in trajectories]
         else:
             values = [row[column.name] for row in rows]
-        if column.name in JSON_FIELDS:
-            values = [to_json(value) for value in values]
         arrays.append(pa.array(values, column.type))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 

@@ -7,6 +7,7 @@ import tracemalloc
 
 import numpy as np
 import pandas
+import pyarrow
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -87,14 +88,36 @@ def test_lone_surrogates_and_null_bytes(store, make_trajectory):
     hostile = "a\ud800b\x00</s>"
     store.write(0, [make_trajectory(0, error=hostile, messages=[{"role": "assistant", "content": hostile}])])
     (read,) = store.read()
-    assert read.messages[0]["content"] == hostile
-    assert read.error == "a\\ud800b\x00</s>"
+    assert read.messages[0]["content"] == read.error == "a\\ud800b\x00</s>"
 
 
 def test_records_round_trip_through_json(make_trajectory, same):
     written = make_trajectory(1, segments=2)
     line = json.dumps(to_record(written), allow_nan=False)
     same(written, from_record(json.loads(line)))
+
+
+def test_a_part_and_a_line_hold_the_same_fields(store, make_trajectory):
+    calls = [{"function": {"name": "search", "arguments": {"q": 1}}}]
+    written = make_trajectory(1, messages=[{"role": "assistant", "content": None, "tool_calls": calls}])
+    store.write(0, [written])
+    (row,) = store.table().to_pylist()
+    line = to_record(written)
+    assert set(row) - {"step", "name", "advantage"} == set(line) - {"schema_version", "set"}
+    assert all(row[name] == line[name] for name in line if name in row and name != "segments")
+    assert from_record(line).messages == from_record(row).messages == written.messages
+
+
+def test_a_part_of_before_messages_were_rows_is_read(store, make_trajectory, same):
+    written = make_trajectory(1)
+    path = store.write(0, [written])
+    table = pq.read_table(path)
+    text = pyarrow.array([json.dumps(written.messages)])
+    place = table.schema.get_field_index("messages")
+    pq.write_table(
+        table.set_column(place, "messages", text).replace_schema_metadata({b"agentrl.schema_version": b"1"}), path
+    )
+    same(written, next(store.read()))
 
 
 def test_advantages_and_columns_for_pandas(store, make_trajectory):
