@@ -20,6 +20,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from agentrl.errors import ConfigError, InfraError
 from agentrl.processes.warden import SCRATCH_ENV
 from agentrl.sandbox import driver
@@ -297,11 +299,5 @@ def _within(path: str, folder: str) -> bool:
 
 def _threads_of_this_user() -> int:
     """Threads of all processes of this user, which is what the kernel's limit of processes counts."""
-    user, threads = os.getuid(), 0
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if os.stat(f"/proc/{name}").st_uid == user:
-                threads += len(os.listdir(f"/proc/{name}/task"))
-        except OSError:
-            continue  # it ended meanwhile
-    return threads
+    found = psutil.process_iter(["uids", "num_threads"])  # what may not be known of others is None
+    return sum(one.info["num_threads"] or 0 for one in found if (one.info["uids"] or [-1])[0] == os.getuid())

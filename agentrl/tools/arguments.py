@@ -50,8 +50,8 @@ class ArgumentReader:
         self, schema: dict[str, Any], adapter: TypeAdapter[dict[str, Any]] | None = None, *, tool: str = ""
     ) -> None:
         self.schema = schema
-        self._adapter = adapter
-        self._errors = None if adapter is not None else _checker(schema, tool)
+        self.adapter = adapter
+        self._errors = None if adapter is not None else _checker(json.dumps(schema, default=str), tool)
 
     def read(self, arguments: Any) -> dict[str, Any]:
         """The arguments to call the tool with.
@@ -75,10 +75,10 @@ class ArgumentReader:
             if b"\\u0000" in written and _NULL.search(written):
                 name = next(name for name in fitted if _NULL.search(json.dumps([name, fitted[name]]).encode()))
                 raise InvalidArguments(f"argument {show(name)} contains a null character")
-            if self._adapter is None:
+            if self.adapter is None:
                 self._check(fitted)
                 return fitted
-            return self._adapter.validate_json(written, strict=True)
+            return self.adapter.validate_json(written, strict=True)
         except InvalidArguments:
             raise
         except RecursionError:
@@ -262,12 +262,14 @@ _left = threading.local()
 """How many more comparisons the check that runs in this thread may make."""
 
 
-def _checker(schema: dict[str, Any], tool: str) -> Callable[[Any], Iterator[Any]]:
+@functools.lru_cache(maxsize=256)  # each episode may have a tool of its own
+def _checker(written: str, tool: str) -> Callable[[Any], Iterator[Any]]:
     """What finds the errors of a value by a schema, in bounded time whatever both are."""
     import jsonschema
     from jsonschema_specifications import REGISTRY
     from referencing.exceptions import Unresolvable
 
+    schema = json.loads(written)
     draft = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
         draft.check_schema(schema, format_checker=jsonschema.FormatChecker(()))  # patterns are read by RE2

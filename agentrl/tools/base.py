@@ -99,7 +99,7 @@ class Tool:
     """Whether one instance serves all episodes at once."""
     parallel: bool | None = None
     """Whether the calls of one turn may run at once; None: yes when shared or without state."""
-    _reader: ArgumentReader | None = None
+    _reader: ArgumentReader | None = None  # of the signature, or of a schema of the author
 
     def __init_subclass__(cls, *, described: bool = True, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import json
 import re
@@ -71,25 +72,6 @@ def mcp_tools(
     """
     if importlib.util.find_spec("mcp") is None:
         raise ConfigError(f"tools of MCP servers need the package mcp: {install_command('tools')}")
-    server = _server(command, url, env or {}, cwd, headers or {}, start_timeout, timeout)
-    source = _source(server)
-    taken = _chosen(source.tools(), include, exclude, server.name)
-    tools = [McpTool(source, definition, prefix=prefix, shared=shared, max_output=max_output) for definition in taken]
-    names = [tool.name for tool in tools]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"{server.name}: two tools would be named {max(names, key=names.count)!r}; exclude one")
-    return list(tools)
-
-
-def _server(
-    command: Sequence[str] | None,
-    url: str | None,
-    env: Mapping[str, str],
-    cwd: str | Path | None,
-    headers: Mapping[str, str],
-    start_timeout: float,
-    timeout: float,
-) -> Server:
     if (command is None) == (url is None):
         raise ConfigError("mcp_tools takes the command that starts a server, or the url of one that runs")
     if isinstance(command, str) or (command is not None and not command):
@@ -100,15 +82,22 @@ def _server(
         raise ConfigError("headers are for a url; for a server started by command there is env")
     if url is not None and not url.startswith(("http://", "https://")):
         raise ConfigError(f"{url!r} is not a URL; expected http://host:port/mcp")
-    return Server(
+    server = Server(
         command=tuple(map(str, command or ())),
         url=url or "",
-        env=dict(env),
+        env=tuple(sorted((env or {}).items())),
         cwd=None if cwd is None else str(cwd),
-        headers=dict(headers),
+        headers=tuple(sorted((headers or {}).items())),
         start_timeout=start_timeout,
         timeout=timeout,
     )
+    source = _source(server)
+    taken = _chosen(source.tools(), include, exclude, server.name)
+    tools = [McpTool(source, definition, prefix=prefix, shared=shared, max_output=max_output) for definition in taken]
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{server.name}: two tools would be named {max(names, key=names.count)!r}; exclude one")
+    return list(tools)
 
 
 class McpTool(Tool, described=False):
@@ -239,13 +228,7 @@ def _chosen(tools: list[Any], include: Iterable[str] | None, exclude: Iterable[s
     return taken
 
 
-_sources: dict[tuple[Any, ...], Source] = {}
-_sources_lock = threading.Lock()
-
-
+@functools.cache
 def _source(server: Server) -> Source:
     """One a process for the same settings, however many environments ask."""
-    env, headers = (tuple(sorted(mapping.items())) for mapping in (server.env, server.headers))
-    key = (server.command, server.url, env, server.cwd, headers, server.start_timeout, server.timeout)
-    with _sources_lock:
-        return _sources.setdefault(key, Source(server))
+    return Source(server)

@@ -16,9 +16,8 @@ import shutil
 import signal
 import sys
 import weakref
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from agentrl.concurrency.threads import LoopThread, as_exception
@@ -59,9 +58,9 @@ class Server:
 
     command: tuple[str, ...] = ()
     url: str = ""
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: tuple[tuple[str, str], ...] = ()
     cwd: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: tuple[tuple[str, str], ...] = ()
     start_timeout: float = 30.0
     timeout: float = 30.0
 
@@ -87,7 +86,7 @@ class Server:
                 http = await stack.enter_async_context(create_mcp_http_client(headers=dict(self.headers)))
                 transport = streamable_http_client(self.url, http_client=http)
             else:
-                path = {**os.environ, **self.env}.get("PATH")
+                path = {**os.environ, **dict(self.env)}.get("PATH")
                 if shutil.which(self.command[0], path=path) is None:
                     raise ConfigError(f"the MCP server's command {self.command[0]!r} is not there; give its full path")
                 arguments = ["-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *self.command]
@@ -230,10 +229,9 @@ class _Connection:
                 client.set_result(connected)
                 await end.wait()
         except BaseException as error:
-            known = isinstance(error, (ConfigError, InfraError))
-            problem = (
-                error if known else InfraError(f"{self.server.name} cannot be used: {_cause(error)}{self._errors}")
-            )
+            problem = error
+            if not isinstance(error, (ConfigError, InfraError)):
+                problem = InfraError(f"{self.server.name} cannot be used: {_cause(error)}{self._errors}")
             if not client.done():
                 self._client = None  # the next call tries again
                 client.set_exception(problem)
@@ -263,9 +261,10 @@ class _Connection:
 class _Tail:
     """The last that a server wrote to its standard error, for the text of errors."""
 
-    def __init__(self, size: int = 1000) -> None:
-        self._kept: deque[bytes] = deque()
-        self._size = size
+    _SIZE = 1000
+
+    def __init__(self) -> None:
+        self._kept = b""
         self._group = 0
 
     @contextlib.contextmanager
@@ -289,9 +288,7 @@ class _Tail:
             if not self._group:
                 first, _, data = data.partition(b"\n")
                 self._group = int(first)
-            self._kept.append(data[-self._size :])
-            while len(self._kept) > 1 and sum(map(len, self._kept)) > self._size:
-                self._kept.popleft()
+            self._kept = (self._kept + data)[-self._SIZE :]
 
     def end_group(self) -> None:
         """Ends what the server started and left behind in its process group."""
@@ -300,7 +297,7 @@ class _Tail:
                 os.killpg(self._group, signal.SIGKILL)
 
     def __str__(self) -> str:
-        text = " ".join(b"".join(self._kept)[-self._size :].decode("utf-8", "replace").split())
+        text = " ".join(self._kept.decode("utf-8", "replace").split())
         return f"; it wrote: {redact(printable(text), end=True)}" if text else ""
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import agentrl
 from agentrl.errors import ConfigError
-from agentrl.sandbox.jail import MAX_DEPTH, MAX_PATH, Jail, JailError, split
 from agentrl.tools import FilesTool, ToolError
+from agentrl.tools.builtin.jail import MAX_DEPTH, MAX_PATH, Jail, JailError, split
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def test_listing_and_searching_have_limits():
 def test_of_a_folder_so_many_names_are_read(files, monkeypatch):
     for name in "abc":
         files("write", name, name)
-    monkeypatch.setattr("agentrl.sandbox.jail.MAX_NAMES", 2)
+    monkeypatch.setattr("agentrl.tools.builtin.jail.MAX_NAMES", 2)
     assert len(files("list").splitlines()) == 2
 
 

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from agentrl.errors import ConfigError
 from agentrl.processes.warden import scratch_folder
-from agentrl.sandbox.jail import Jail, JailError, shorten, split
+from agentrl.tools.arguments import ArgumentReader, shorten
 from agentrl.tools.base import Tool, ToolError
+from agentrl.tools.builtin.jail import Jail, JailError, split
 
 Action = Literal["list", "read", "write", "search"]
 
@@ -65,12 +66,14 @@ class FilesTool(Tool):
             raise ConfigError("files are what a private folder starts with; with root, put them there yourself")
         self.root = None if root is None else str(Path(root).absolute())
         self.read_only = root is not None if read_only is None else read_only
-        self.files = _checked(files or {}, "files")
+        self.files = _texts(files or {}, "files")
         self.max_read, self.max_file, self.max_total = max_read, max_file, max_total
         self.max_files, self.max_listed, self.max_searched = max_files, max_listed, max_searched
         if self.read_only:
             self.parameters = copy.deepcopy(type(self).parameters)
             self.parameters["properties"]["action"]["enum"].remove("write")
+            reader = type(self)._reader
+            self._reader = ArgumentReader(self.parameters, reader.adapter if reader else None)
             self.description = "Lists, reads and searches text files in a folder."
         self._jail: Jail | None = None
         self._written: dict[str, int] = {}
@@ -86,7 +89,7 @@ class FilesTool(Tool):
         """Adds the files of the task, ``env.row["files"]``, to those the folder starts with."""
         given = (getattr(env, "row", None) or {}).get("files") if self.root is None else None
         if given is not None:
-            self.files = {**self.files, **_checked(given, "a task's 'files'")}
+            self.files = {**self.files, **_texts(given, "a task's 'files'")}
 
     def close(self) -> None:
         """Removes the private folder."""
@@ -136,10 +139,12 @@ class FilesTool(Tool):
     def _read(self, path: str, start: int) -> str:
         data, size = self._opened().read(path, self.max_file)
         if b"\0" in data[:1000]:
-            raise JailError(f"{shorten(path)} is not text ({size} bytes)")
+            raise JailError(f"{shorten(path, 80)!r} is not text ({size} bytes)")
         lines = data.decode("utf-8", "replace").splitlines(keepends=True)
         if not 1 <= start <= max(1, len(lines)):
-            raise JailError(f"{shorten(path)} has {len(lines)} lines; start must be from 1 to {max(1, len(lines))}")
+            raise JailError(
+                f"{shorten(path, 80)!r} has {len(lines)} lines; start must be from 1 to {max(1, len(lines))}"
+            )
         shown, length = [], 0
         for line in lines[start - 1 :]:
             if shown and length + len(line) > self.max_read:
@@ -202,7 +207,7 @@ class FilesTool(Tool):
         return "\n".join(lines) or f"no match in {searched} files"
 
 
-def _checked(files: Any, what: str) -> dict[str, str]:
+def _texts(files: Any, what: str) -> dict[str, str]:
     if not isinstance(files, Mapping) or not all(isinstance(text, str) for text in files.values()):
         raise ConfigError(f"{what} are texts by path, such as {{'a.txt': 'text'}}; got {files!r:.80}")
     for path in files:

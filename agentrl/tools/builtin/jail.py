@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from agentrl.tools.arguments import shorten
+
 MAX_PATH = 1024
 """Bytes of a path."""
 MAX_DEPTH = 16
@@ -57,19 +59,13 @@ def split(path: str) -> tuple[str, ...]:
     if length > MAX_PATH:
         raise JailError(f"a path has at most {MAX_PATH} bytes, this one has {length}")
     if path.startswith("/"):
-        raise JailError(f"{shorten(path)} is absolute; write paths relative to the folder, such as notes.txt")
+        raise JailError(f"{shorten(path, 80)!r} is absolute; write paths relative to the folder, such as notes.txt")
     parts = tuple(part for part in path.split("/") if part not in ("", "."))
     if ".." in parts:
-        raise JailError(f"{shorten(path)} leads out of the folder; '..' is not allowed")
+        raise JailError(f"{shorten(path, 80)!r} leads out of the folder; '..' is not allowed")
     if len(parts) > MAX_DEPTH:
         raise JailError(f"folders nest at most {MAX_DEPTH} deep")
     return parts
-
-
-def shorten(path: str) -> str:
-    """A path as it is named in messages."""
-    text = path if len(path) <= 80 else f"{path[:77]}..."
-    return repr(text)
 
 
 class Jail:
@@ -105,7 +101,7 @@ class Jail:
             with open(descriptor, "rb") as file:
                 state = os.fstat(descriptor)
                 if not stat.S_ISREG(state.st_mode):
-                    raise JailError(f"{shorten(path)} is {_kind(state.st_mode)}, not a file")
+                    raise JailError(f"{shorten(path, 80)!r} is {_kind(state.st_mode)}, not a file")
                 return file.read(limit), state.st_size
 
     def write(self, path: str, data: bytes) -> int:
@@ -126,10 +122,11 @@ class Jail:
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(part, 0o755, dir_fd=folder)
                         made.append((part, folder))
-                    folder = stack.enter_context(_opened(part, folder))
+                    folder = os.open(part, _FOLDER, dir_fd=folder)
+                    stack.callback(os.close, folder)
                 mode = self._mode(parts[-1], folder)
                 if mode is not None and not stat.S_ISREG(mode):
-                    raise JailError(f"{shorten(path)} is {_kind(mode)}, not a file")
+                    raise JailError(f"{shorten(path, 80)!r} is {_kind(mode)}, not a file")
                 _put(parts[-1], data, folder)
             except BaseException:
                 for part, inside in reversed(made):  # what failed leaves nothing that nobody counts
@@ -213,15 +210,6 @@ def _named(path: str) -> tuple[str, ...]:
     return parts
 
 
-@contextlib.contextmanager
-def _opened(part: str, folder: int) -> Iterator[int]:
-    descriptor = os.open(part, _FOLDER, dir_fd=folder)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 _TEXTS = {
     errno.ENOENT: "does not exist",
     errno.ELOOP: "is a link, and links are not followed",
@@ -242,17 +230,14 @@ def _explained(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         text = _TEXTS.get(error.errno or 0, f"cannot be used ({os.strerror(error.errno or 0)})")
-        raise JailError(f"{shorten(path)} {text}") from error
+        raise JailError(f"{shorten(path, 80)!r} {text}") from error
+
+
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
 def _kind(mode: int) -> str:
-    kinds = (
-        (stat.S_ISDIR, "a folder"),
-        (stat.S_ISLNK, "a link"),
-        (stat.S_ISFIFO, "a pipe"),
-        (stat.S_ISSOCK, "a socket"),
-    )
-    return next((name for test, name in kinds if test(mode)), "a device")
+    return _KINDS.get(stat.S_IFMT(mode), "a device")
 
 
 def _release(root: int, folder: str | None, owner: int) -> None:
