@@ -6,6 +6,7 @@ What counts is whose fault it is: a :class:`ConfigError` is the caller's, an
 
 from __future__ import annotations
 
+import difflib
 import sysconfig
 import traceback
 from collections.abc import Iterable
@@ -101,3 +102,9 @@ def authors_frames(error: BaseException) -> list[traceback.FrameSummary]:
 def is_authors(file: str) -> bool:
     """Whether a source file is of an author: not ours, not of Python, not of an installed package."""
     return not file.startswith((*_LIBRARIES, "<"))
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` for the name that was likely meant, to end an error with; empty where none is near."""
+    near = difflib.get_close_matches(name, list(names), 1)
+    return f" Did you mean {near[0]!r}?" if near else ""

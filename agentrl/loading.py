@@ -5,7 +5,6 @@ The same string works in every process of a run, so code travels as a name and i
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.machinery
@@ -17,7 +16,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, did_you_mean
 
 _lock = threading.Lock()
 
@@ -60,8 +59,7 @@ def load_object(spec: str, what: str = "object") -> Any:
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
-            near = difflib.get_close_matches(part, [n for n in dir(value) if not n.startswith("_")], 1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(part, [n for n in dir(value) if not n.startswith("_")])
             raise ConfigError(f"{what} {spec!r}: {location} has no {part!r}.{hint}")
         value = getattr(value, part)
     return value

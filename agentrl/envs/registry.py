@@ -9,7 +9,6 @@ environment, in wrappers or not.
 from __future__ import annotations
 
 import copy
-import difflib
 import importlib.metadata
 import inspect
 import re
@@ -24,7 +23,7 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 from agentrl._gymnasium import BUILT_IN
 from agentrl.envs.core import Env
 from agentrl.envs.wrappers.base import Wrapper
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, did_you_mean
 from agentrl.loading import is_spec, load_file, load_object, portable
 
 ENTRY_POINT_GROUP = "agentrl.envs"
@@ -100,8 +99,7 @@ def find(spec: str) -> EnvEntry:
     if is_spec(spec) and not _GYM_ID.match(spec):
         return EnvEntry(spec.rpartition(":")[2], portable(spec))
     names = registered()
-    near = difflib.get_close_matches(spec, names, 1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(spec, names)
     raise ConfigError(
         f"unknown environment {spec!r}.{hint} Known: {', '.join(names)}; or give module:Class or path/to/file.py:Class."
     )
@@ -202,8 +200,7 @@ def _check_arguments(
     known |= set(settings)
     unknown = [name for name in arguments if name not in known]
     if unknown and not (open_ended and free):
-        near = difflib.get_close_matches(unknown[0], sorted(known), 1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(unknown[0], sorted(known))
         takes = f"It takes: {', '.join(sorted(known))}." if known else "It takes none."
         raise ConfigError(f"environment {spec!r} takes no argument {unknown[0]!r}.{hint} {takes}")
     missing = [

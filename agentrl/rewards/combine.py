@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import difflib
 import inspect
 import threading
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 from agentrl.concurrency.event_loop import attend, ours
 from agentrl.concurrency.threads import has_thread, own_thread, run_blocking
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.errors import AgentRLError, ConfigError, did_you_mean
 from agentrl.loading import is_spec, load_object
 from agentrl.rewards.choice import gpqa
 from agentrl.rewards.mathematics import dapo, deepscaler, math_answer
@@ -54,10 +53,9 @@ def _find(spec: Any) -> Any:
         if spec in BUILT_IN:
             return BUILT_IN[spec]
         if not is_spec(spec):
-            near = difflib.get_close_matches(spec, BUILT_IN, 1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"unknown reward {spec!r}.{hint} Expected {', '.join(BUILT_IN)}, module:name or file.py:name."
+                f"unknown reward {spec!r}.{did_you_mean(spec, BUILT_IN)} Expected {', '.join(BUILT_IN)}, module:name "
+                "or file.py:name."
             )
         spec = load_object(spec, "reward")
     if not callable(spec):

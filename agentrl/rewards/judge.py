@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import hashlib
 import json
 import os
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from agentrl.concurrency.threads import run_blocking
-from agentrl.errors import ConfigError, EngineError, InfraError
+from agentrl.errors import ConfigError, EngineError, InfraError, did_you_mean
 from agentrl.rewards.reply_cache import ReplyCache
 from agentrl.rewards.shared import SharedReward
 from agentrl.rewards.verdicts import PROMPT, SYSTEM_PROMPT, check_prompt, compile_format, fill, read_score
@@ -94,17 +93,13 @@ class Judge(SharedReward):
     name: str = ""
     """Under which name the reward is logged; empty: that of the class."""
 
-    _settings: ClassVar[tuple[str, ...]] = (
-        "base_url", "model", "prompt", "system_prompt", "parse", "scale", "unparsable", "api_key_env", "temperature",
-        "max_tokens", "max_chars", "timeout", "retries", "max_concurrency", "cache", "name",
-    )  # fmt: skip
+    _settings: ClassVar[tuple[str, ...]] = tuple(__annotations__)
     _runtime = ("_connections", "_replies")
 
     def __init__(self, base_url: str | None = None, model: str | None = None, **settings: Any) -> None:
         for name, value in {"base_url": base_url, "model": model, **settings}.items():
             if name not in self._settings:
-                near = difflib.get_close_matches(name, self._settings, 1)
-                hint = f" Did you mean {near[0]!r}?" if near else f" It has {', '.join(self._settings)}."
+                hint = did_you_mean(name, self._settings) or f" It has {', '.join(self._settings)}."
                 raise ConfigError(f"{type(self).__name__} has no setting {name!r}.{hint}")
             if value is not None or name not in ("base_url", "model"):
                 setattr(self, name, value)
