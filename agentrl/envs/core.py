@@ -24,8 +24,6 @@ from agentrl.spaces import Unicode
 from agentrl.types import Message, StopReason
 
 _SPACE = Unicode()
-MOST_TASKS = 2**31
-"""Numbers of tasks that a split without end has."""
 
 
 class Env(gymnasium.Env[str, str]):
@@ -304,13 +302,23 @@ def say_how_it_ended(info: dict[str, Any], terminated: bool, truncated: bool) ->
         info.setdefault("success", False)
 
 
-def task_index(env: Any, split: str, options: dict[str, Any] | None, rng: np.random.Generator | None = None) -> int:
+def task_index(
+    env: Any,
+    split: str,
+    options: dict[str, Any] | None,
+    rng: np.random.Generator | None = None,
+    *,
+    endless: int = 2**31,
+) -> int:
     """The number of the task of ``split`` that ``options`` ask for, or one drawn from ``rng`` (``env.np_random``).
+
+    ``endless``: how many numbers a split has that has no end.
 
     Raises:
         ConfigError: There is no task of that number, or none at all.
     """
     name, count = type(env).__name__, env.num_tasks(split)
+    numbers = endless if count is None else count
     if count == 0:
         others = [other for other in env.splits if env.num_tasks(other) != 0]
         has = f"It has some in {', '.join(map(repr, others))}. " if others else ""
@@ -320,13 +328,13 @@ def task_index(env: Any, split: str, options: dict[str, Any] | None, rng: np.ran
         )
     index = (options or {}).get("index")
     if index is None:
-        return int((rng or env.np_random).integers(MOST_TASKS if count is None else count))
+        return int((rng or env.np_random).integers(numbers))
     if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
         raise ConfigError(
             f"{name}.reset: options['index'] is {index!r:.60} ({type(index).__name__}); the number of a task is "
             "expected, such as 3."
         )
-    if not 0 <= index < (MOST_TASKS if count is None else count):
+    if not 0 <= index < numbers:
         limit = f"; split {split!r} has {count}" if count is not None else ""
         raise ConfigError(f"{name} has no task {index}{limit}.")
     return int(index)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import gymnasium
@@ -131,10 +131,18 @@ def acting_agent(env: gymnasium.Env[Any, Any]) -> str:
     return inside.acting if isinstance(inside, MultiAgentEnv) else ""
 
 
-def shares_of(env: gymnasium.Env[Any, Any], reward: float, info: Mapping[str, Any]) -> dict[str, float]:
-    """What each agent of ``env`` gets of a step that gave ``reward`` and ``info``."""
-    given = info.get("agent_rewards")
-    return dict.fromkeys(env.unwrapped.agents, reward) if given is None else dict(given)
+def shares(agents: Iterable[str], reward: float, given: Mapping[str, Any] | None) -> dict[str, float]:
+    """What each agent gets of a step: its part of ``info["agent_rewards"]``; without that, the step's reward each.
+
+    Raises:
+        EnvError: Rewards for agents that take no part, or one that is not a finite number.
+    """
+    if given is None:
+        return dict.fromkeys(agents, reward)
+    names = list(agents)
+    if unknown := sorted(set(given) - set(names)):
+        raise EnvError(f"agent_rewards names {unknown}, which take no part; the agents are {sorted(names)}")
+    return {name: reward_number(given.get(name, 0.0), f"the reward of {name!r}") for name in names}
 
 
 def _prompt(given: Any, where: str) -> dict[str, Any]:

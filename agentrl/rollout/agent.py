@@ -9,7 +9,6 @@ from typing import Any
 
 from agentrl.config.template import checked_variables
 from agentrl.errors import ConfigError, EnvError
-from agentrl.rewards.number import reward_number
 from agentrl.rollout.conversation import AUTHOR_ROLES, Conversation
 from agentrl.types import Message
 
@@ -74,17 +73,3 @@ class Agent:
             self.turn_rewards[-1] += reward
         else:
             self._early += reward
-
-
-def shares(agents: Mapping[str, Agent], reward: float, given: Any) -> list[tuple[Agent, float]]:
-    """What each agent gets of a step: its part of ``info["agent_rewards"]``; without that, the step's reward each.
-
-    Raises:
-        EnvError: rewards for agents that take no part, or one that is not a finite number.
-    """
-    if given is None:
-        return [(agent, reward) for agent in agents.values()]
-    unknown = sorted(set(given) - set(agents))
-    if unknown:
-        raise EnvError(f"agent_rewards names {unknown}, which take no part; the agents are {sorted(agents)}")
-    return [(agent, reward_number(given.get(name, 0.0), f"the reward of {name!r}")) for name, agent in agents.items()]

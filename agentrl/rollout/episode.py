@@ -14,9 +14,10 @@ from typing import Any
 
 from agentrl.concurrency.event_loop import attend
 from agentrl.concurrency.threads import await_user_code, own_thread
+from agentrl.envs.multi_agent import shares
 from agentrl.errors import ConfigError, EnvError, InfraError, LedgerError, describe
 from agentrl.rewards.number import reward_number
-from agentrl.rollout.agent import SOLE_AGENT, Agent, Opening, shares
+from agentrl.rollout.agent import SOLE_AGENT, Agent, Opening
 from agentrl.rollout.conversation import Conversation, EpisodeEnd, EpisodeLimits, Turn
 from agentrl.rollout.generate_hook import GenerateContext, GenerateFunction
 from agentrl.rollout.policies.sglang import PolicyClient
@@ -209,7 +210,8 @@ class Episode:
     def _forfeit(self) -> None:
         """A budget of the acting agent ended the episode before the environment could: what that costs, or earns."""
         forfeit = getattr(getattr(self.env, "unwrapped", self.env), "forfeit", None)
-        for agent, share in shares(self._agents, 0.0, forfeit(self._acting.name) if forfeit else None):
+        for name, share in shares(self._agents, 0.0, forfeit(self._acting.name) if forfeit else None).items():
+            agent = self._agents[name]
             agent.earn(share, acted=agent.conversation.num_turns > len(agent.turn_rewards))
 
     async def play_custom(self, generate: GenerateFunction) -> StopReason:
@@ -331,8 +333,8 @@ class Episode:
             self.conversation.turns[-1]["env_seconds"] = acting.env_seconds - before
         reward = reward_number(reward, f"the reward of {type(self.env).__name__}.step")
         if self._several:
-            for agent, share in shares(self._agents, reward, info.get("agent_rewards")):
-                agent.earn(share, acted=agent is acting)
+            for name, share in shares(self._agents, reward, info.get("agent_rewards")).items():
+                self._agents[name].earn(share, acted=name == acting.name)
         else:
             acting.earn(reward, acted=True)
         self._record(info)

@@ -20,6 +20,7 @@ from agentrl.envs.checks import checker
 
 SETTINGS = {"python": {"sandbox": "process"}}
 """What an environment must be told on a machine that has no sandbox."""
+SEARCH_R1 = "agentrl.envs.builtin.search:SearchR1Env"
 ACTIONS = ["<tool_call>", "<tool_call>{}</tool_call>", "action: 1", "hello"]
 
 
@@ -30,7 +31,7 @@ def no_warning_is_tolerated() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=[*agentrl.registered(), "example", "Guess", "AsyncGuess", "gym:Taxi-v4"])
+@pytest.fixture(params=[*agentrl.registered(), "example", "Guess", "AsyncGuess", "gym:Taxi-v4", SEARCH_R1])
 def spec(request: pytest.FixtureRequest, example_spec: str, guess_file: str) -> str:
     if request.param == "example":
         return example_spec

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from pathlib import Path
 
 import pytest
-from gymnasium.utils.env_checker import check_env
 
 import agentrl
 from agentrl.envs.builtin.calculator import CalculatorEnv
@@ -31,15 +29,6 @@ def play(env: agentrl.Env, split: str, index: int, policy) -> tuple[float, bool]
 
 def oracle(row: dict, observation: str) -> str:
     return f"Answer: {observation}" if observation else call(row["expression"])
-
-
-def test_gymnasiums_checker_has_nothing_to_say():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        env = agentrl.make("calculator")
-        env.spec = None
-        warnings.filterwarnings("ignore", message=".*alternative render modes.*")
-        check_env(env)
 
 
 def test_an_oracle_solves_everything_and_others_do_not():

@@ -23,7 +23,7 @@ from agentrl.envs.adapters.gymnasium_text import (
     supported_action,
     without_colors,
 )
-from agentrl.envs.core import Env, require_number
+from agentrl.envs.core import Env, require_number, task_index
 from agentrl.errors import ConfigError
 from agentrl.loading import load_module
 from agentrl.tools.formats import get_parser
@@ -130,7 +130,8 @@ class GymEnv(Env):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Starts a game: ``options`` may hold ``split`` and ``index``; what else it holds is for the environment."""
         super().reset(seed=seed)
-        split, index = self.split_of(options), self._index(options)
+        split = self.split_of(options)
+        index = task_index(self, split, options, endless=_SEEDS)
         given = {k: v for k, v in (options or {}).items() if k not in ("split", "index", "call_format")}
         inner_options = {**(self.reset_options or {}), **given}
         value, info = self.inner.reset(seed=2 * index + (split != "train"), options=inner_options or None)
@@ -162,16 +163,6 @@ class GymEnv(Env):
         self.inner.close()
 
     # -- the task --------------------------------------------------------------------------------
-
-    def _index(self, options: dict[str, Any] | None) -> int:
-        index, count = (options or {}).get("index"), self.num_tasks(self.split_of(options))
-        if index is None:
-            return int(self.np_random.integers(_SEEDS if count is None else count))
-        if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
-            raise ConfigError(f"{self.id}: options['index'] is {index!r:.60}; the number of a task is expected.")
-        if not 0 <= index < (count or _SEEDS):
-            raise ConfigError(f"{self.id} has no task {index}; there are {count or _SEEDS}, from 0.")
-        return int(index)
 
     def _unmoved(self) -> tuple[float, bool, bool, dict[str, Any]]:
         penalty = float(self.invalid_action_reward)

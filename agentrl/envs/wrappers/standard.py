@@ -18,8 +18,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from agentrl.envs.core import Env
-from agentrl.envs.multi_agent import acting_agent, shares_of
+from agentrl.envs.core import Env, task_index
+from agentrl.envs.multi_agent import acting_agent, shares
 from agentrl.envs.tool_env import ToolEnv
 from agentrl.envs.wrappers.base import Start, Transition, Wrapper
 from agentrl.errors import ConfigError, InfraError
@@ -167,8 +167,8 @@ class ShapeReward(Wrapper):
         info["rewards"] = rewards
         added = sum(parts.values())
         if actor:
-            shares = shares_of(self, reward, info)
-            info["agent_rewards"] = {**shares, actor: shares.get(actor, 0.0) + added}
+            each = shares(self.unwrapped.agents, reward, info.get("agent_rewards"))
+            info["agent_rewards"] = {**each, actor: each[actor] + added}
         if terminated:
             info.setdefault("success", self._own > 0)
         return observation, reward + added, terminated, truncated, info
@@ -218,7 +218,8 @@ class RecordEpisodes(Wrapper):
         assert record is not None  # a step without a reset was refused above
         turn = {"role": "assistant", "content": action} | ({"name": actor} if actor else {})
         record["messages"] += [turn, *copy.deepcopy(info["messages"])]
-        for name, share in (shares_of(self, reward, info) if actor else {}).items():
+        agents = self.unwrapped.agents if actor else ()
+        for name, share in shares(agents, reward, info.get("agent_rewards") if actor else None).items():
             record["agent_rewards"][name] = record["agent_rewards"].get(name, 0.0) + share
         record["turn_rewards"].append(reward)
         record["reward"] += reward
@@ -366,7 +367,9 @@ class FixedTasks(Wrapper):
         split = (options or {}).get("split", self.splits[0])
         if split not in self.splits:
             raise ConfigError(f"FixedTasks has no split {split!r}; it has {', '.join(self.splits)}.")
-        task = copy.deepcopy(self._tasks[split][self._index(split, seed, options)])
+        if seed is not None or self._drawing is None:
+            self._drawing = np.random.default_rng(seed)
+        task = copy.deepcopy(self._tasks[split][task_index(self, split, options, self._drawing)])
         inside = getattr(self.env.unwrapped, "splits", Env.splits)
         inner: dict[str, Any] = {"split": task.get("split", split if split in inside else inside[0])}
         if "prompt" in task:
@@ -378,18 +381,6 @@ class FixedTasks(Wrapper):
         if "task_id" in task:
             info["task_id"] = str(task["task_id"])
         return observation, info
-
-    def _index(self, split: str, seed: int | None, options: dict[str, Any] | None) -> int:
-        index, count = (options or {}).get("index"), self.num_tasks(split)
-        if not count:
-            raise ConfigError(f"FixedTasks has no tasks in split {split!r}.")
-        if index is None:
-            if seed is not None or self._drawing is None:
-                self._drawing = np.random.default_rng(seed)
-            return int(self._drawing.integers(count))
-        if isinstance(index, bool) or not isinstance(index, (int, np.integer)) or not 0 <= index < count:
-            raise ConfigError(f"FixedTasks: there is no task {index!r:.60} in split {split!r}; it has {count}, from 0.")
-        return int(index)
 
 
 def _said_first(start: Start) -> tuple[Any, ...]:

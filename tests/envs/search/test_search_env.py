@@ -5,12 +5,10 @@ import json
 import socket
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import gymnasium
 import pytest
-from gymnasium.utils.env_checker import check_env
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,16 +28,6 @@ def call(query: str) -> str:
 
 
 TASK = {"split": "test", "index": 3}  # the employer of Frank Norworth is Terraline Bank, based in Mount Kelbury
-
-
-@pytest.mark.parametrize("spec", ["search", "agentrl.envs.builtin.search:SearchR1Env"])
-def test_gymnasiums_checker_has_nothing_to_say(spec: str):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        env = agentrl.make(spec)
-        env.spec = None
-        warnings.filterwarnings("ignore", message=".*alternative render modes.*")
-        check_env(env)
 
 
 def test_gymnasium_makes_it_by_name():
@@ -219,7 +207,7 @@ def test_arguments_out_of_range():
         SearchEnv(retriever="http://127.0.0.1:1", corpus="c.jsonl")
     with pytest.raises(ConfigError, match="topk"):
         agentrl.make("search", top_k=3)
-    with pytest.raises(DataError, match="cannot read the questions"):
+    with pytest.raises(DataError, match="there is no data file"):
         SearchEnv(train_data="none.jsonl")
 
 

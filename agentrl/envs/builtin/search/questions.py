@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from agentrl.envs.builtin.search.world import World
 from agentrl.errors import DataError
+from agentrl.tasks.files import find_files, read_records
 
 Row = dict[str, Any]
 
@@ -52,48 +52,23 @@ def load_questions(path: str) -> tuple[Row, ...]:
     Raises:
         DataError: the file is missing or empty, or a record is not a question; file and line are named.
     """
-    source = Path(path)
     rows = []
-    for number, record in _records(source):
+    for place, record in (found for file in find_files(path) for found in read_records(file)):
         try:
             question, answers = _question_and_answers(record)
         except ValueError as error:
-            raise DataError(f"{source}:{number}: {error}") from error
-        origin = record.get("data_source") or source.stem
+            raise DataError(f"{place}: {error}") from error
+        origin = record.get("data_source") or Path(path).stem
         ids = [record[key] for key in ("task_id", "id") if isinstance(record.get(key), (str, int))]
         own = {"task_id": str(ids[0])} if ids else {}
         kind = {"data_source": str(origin), "category": str(origin)}
         rows.append({"prompt": question, "answer": answers, **own, **kind})
     if not rows:
-        raise DataError(f"{source}: no question in the file; expected one JSON object a line")
+        raise DataError(f"{path}: no question in the file; expected one JSON object a line")
     return tuple(rows)
 
 
-def _records(source: Path) -> list[tuple[int, Any]]:
-    if source.suffix == ".parquet":
-        from pyarrow import parquet
-
-        try:
-            return list(enumerate(parquet.read_table(source).to_pylist(), start=1))
-        except (OSError, ValueError) as error:
-            raise DataError(f"cannot read the questions in {source}: {error}") from error
-    records = []
-    try:
-        with source.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    try:
-                        records.append((number, json.loads(line)))
-                    except ValueError as error:
-                        raise DataError(f"{source}:{number}: not JSON: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read the questions in {source}: {error}") from error
-    return records
-
-
-def _question_and_answers(record: Any) -> tuple[str, list[str]]:
-    if not isinstance(record, dict):
-        raise ValueError(f"expected a JSON object, got {type(record).__name__}")
+def _question_and_answers(record: dict[str, Any]) -> tuple[str, list[str]]:
     question = record.get("question")
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f'expected text under "question", got the keys {sorted(record)}')

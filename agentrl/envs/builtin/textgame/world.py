@@ -14,41 +14,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 ROOMS = [
-    "attic",
-    "cellar",
-    "chapel",
-    "garden",
-    "hall",
-    "kitchen",
-    "library",
-    "pantry",
-    "parlor",
-    "stable",
-    "study",
-    "tower",
-    "vault",
-    "workshop",
-    "cave",
-    "bridge",
-]
+    "attic", "cellar", "chapel", "garden", "hall", "kitchen", "library", "pantry", "parlor", "stable", "study",
+    "tower", "vault", "workshop", "cave", "bridge",
+]  # fmt: skip
 THINGS = [
-    "apple",
-    "candle",
-    "coin",
-    "compass",
-    "feather",
-    "goblet",
-    "harp",
-    "lantern",
-    "map",
-    "mirror",
-    "ring",
-    "rope",
-    "shell",
-    "spoon",
-    "statue",
-    "vase",
-]
+    "apple", "candle", "coin", "compass", "feather", "goblet", "harp", "lantern", "map", "mirror", "ring", "rope",
+    "shell", "spoon", "statue", "vase",
+]  # fmt: skip
 MATERIALS = ["brass", "copper", "golden", "iron", "silver", "wooden"]
 DIRECTIONS = {"north": (0, 1), "south": (0, -1), "east": (1, 0), "west": (-1, 0)}
 OPPOSITE = {"north": "south", "south": "north", "east": "west", "west": "east"}
