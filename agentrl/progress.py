@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.processes.signals import printable
-from agentrl.types import Trajectory
+from agentrl.types import Message, Trajectory
 
 record = logging.getLogger(__name__)
 
@@ -173,6 +173,16 @@ class Progress:
 _ROLE_STYLE = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
+def message_text(message: Message) -> str:
+    """What a message says: reasoning, words, and a line for each call."""
+    parts = [f"<think>{thought}</think>"] if (thought := message.get("reasoning_content")) else []
+    parts += [text] if (text := message.get("content")) else []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        parts.append(f"→ {function.get('name')}({function.get('arguments')})")
+    return "\n".join(map(str, parts))
+
+
 def episode_panel(trajectory: Trajectory, title: str) -> Panel:
     """One episode turn by turn: what the model wrote, what tools answered, how it ended."""
     body: list[RenderableType] = []
@@ -182,11 +192,7 @@ def episode_panel(trajectory: Trajectory, title: str) -> Panel:
         if role == "system":
             continue
         text = Text(f"{role:>9}  ", style=f"bold {style}")
-        parts = [message.get("content") or ""]
-        for call in message.get("tool_calls") or []:
-            function = call.get("function", call)
-            parts.append(f"→ {function.get('name')}({function.get('arguments')})")
-        text.append("\n           ".join(printable(str(p)) for p in parts if p), style=style)
+        text.append(printable(message_text(message)).replace("\n", "\n           "), style=style)
         body.append(text)
     verdict = "success" if trajectory.success else "no success"
     end = f"{verdict}, reward {trajectory.reward:g}, stopped: {trajectory.stop_reason}, {trajectory.num_turns} turns"

@@ -17,12 +17,15 @@ import dataclasses
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import DataError
 from agentrl.loading import load_object
 from agentrl.tasks.source import DataSource
 from agentrl.types import Group, Task
+
+if TYPE_CHECKING:
+    from agentrl.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ class DataBuffer:
         self._given_back = deque(open_draws)
 
 
-def load_source(spec: str, config: Any) -> DataSource:
+def load_source(spec: str, config: Config) -> DataSource:
     """The task source of ``--data-source-path``: the class that ``spec`` names, made with ``config``.
 
     Raises:

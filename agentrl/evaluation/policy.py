@@ -8,11 +8,16 @@ import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import EvalConfig
 from agentrl.errors import AgentRLError, CheckpointError
 from agentrl.rollout.setup import engine_spec, open_chat, template_notes
+
+if TYPE_CHECKING:
+    from agentrl.rollout.policies.openai import ServerChat
+    from agentrl.rollout.policies.sglang import PolicyClient
+    from agentrl.rollout.template.chat import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -24,8 +29,8 @@ class Policy:
     from the start.
     """
 
-    client: Any
-    chat: Any
+    client: PolicyClient
+    chat: ChatTemplate | ServerChat
     broken: Callable[[], str | None] = lambda: None
     trouble: Callable[[], str | None] = lambda: None
     notes: list[str] = field(default_factory=list)

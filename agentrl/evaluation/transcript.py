@@ -20,7 +20,8 @@ from agentrl.data.episodes import by_episode, is_error, solved
 from agentrl.errors import ConfigError, DataError
 from agentrl.evaluation.results import EvalResult
 from agentrl.processes.signals import printable
-from agentrl.types import Message, Outcome, Segment, Trajectory
+from agentrl.progress import message_text
+from agentrl.types import Outcome, Segment, Trajectory
 
 TRAINED, MASKED = "▌", "│"
 STYLES = {TRAINED: "green", MASKED: "dim"}
@@ -175,19 +176,10 @@ def _messages(trajectory: Trajectory) -> Iterator[Text]:
     for message in trajectory.messages:
         role = message.get("role", "?")
         own = role == "assistant" and turn >= 0
-        yield _block(f"{role}: {_content(message)}", TRAINED if own else MASKED)
+        yield _block(f"{role}: {message_text(message)}", TRAINED if own else MASKED)
         if own:
             yield _turn(trajectory, turn)
         turn += role == "assistant"
-
-
-def _content(message: Message) -> str:
-    parts = [f"<think>{thought}</think>"] if (thought := message.get("reasoning_content")) else []
-    parts += [text] if (text := message.get("content")) else []
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call)
-        parts.append(f"→ {function.get('name')}({function.get('arguments')})")
-    return "\n".join(map(str, parts))
 
 
 def _turn(trajectory: Trajectory, turn: int) -> Text:
