@@ -16,7 +16,7 @@ from agentrl.concurrency import event_loop
 from agentrl.envs.checks import checker
 from agentrl.envs.checks.checker import check_env
 from agentrl.envs.checks.fuzz import MALFORMED, fuzz_actions
-from agentrl.envs.checks.tool_schemas import schema_problems
+from agentrl.envs.checks.info import CheckFailed, check_tools
 from agentrl.errors import ConfigError, InfraError
 
 
@@ -205,7 +205,7 @@ def test_a_good_environment_passes_and_its_report_says_so():
         (NotANumber, "any text", "finite number"),
         (Messages, "any text", "'role' and 'content'|no attribute 'get'"),
         (Unseeded, "gymnasium", "AssertionError"),
-        (BadTool, "tool schemas", "named 'a b'"),
+        (BadTool, "tool schemas", "'description' is a required property"),
         (Down, "any text", "InfraError: nobody is there"),
         (StopsAtLetters, "any text", r"info\['stop'\] is '</x>'; a list of strings"),
         (NumberedTask, "any text", r"info\['task_id'\] is 7; text"),
@@ -369,31 +369,35 @@ def test_what_cannot_be_checked_is_refused():
 @pytest.mark.parametrize(
     ("tool", "problem"),
     [
-        ({"name": "x"}, "is expected"),
-        ({"type": "function", "function": {"name": "é", "description": "d", "parameters": {}}}, "named 'é'"),
-        ({"type": "function", "function": {"name": "x", "parameters": {"type": "object"}}}, "no description"),
-        ({"type": "function", "function": {"name": "x", "description": "d"}}, "JSON schema of type object"),
+        ({"name": "x"}, "'type' is a required property"),
+        ({"type": "function", "function": {"name": "é", "description": "d", "parameters": {}}}, r"function.name: 'é'"),
+        ({"type": "function", "function": {"name": "x", "description": " ", "parameters": {}}}, "description: ' '"),
+        ({"type": "function", "function": {"name": "x", "description": "d"}}, "'parameters' is a required property"),
+        (3, "3 is not of type 'object'"),
     ],
 )
 def test_tools_in_another_form(tool, problem):
-    assert problem in schema_problems([tool])[0]
+    with pytest.raises(CheckFailed, match=problem):
+        check_tools([tool])
 
 
 @pytest.mark.parametrize(
     ("parameters", "problem"),
     [
         ({"required": ["a"]}, "'a' is required and not described"),
-        ({"properties": {"a": {"type": "int"}}}, "has the type 'int'"),
-        ({"properties": {"a": "string"}}, "a JSON schema is expected"),
-        ({"properties": []}, "must be an object"),
+        ({"properties": {"a": {"type": "int"}}}, "no JSON schema: 'int' is not valid"),
+        ({"properties": {"a": "string"}}, "no JSON schema: 'string' is not of type"),
+        ({"properties": []}, "is not of type 'object'"),
     ],
 )
 def test_parameters_that_are_no_schema(parameters, problem):
     function = {"name": "x", "description": "d", "parameters": {"type": "object", **parameters}}
-    assert problem in schema_problems([{"type": "function", "function": function}])[0]
+    with pytest.raises(CheckFailed, match=problem):
+        check_tools([{"type": "function", "function": function}])
     good = {"name": "x", "description": "d", "parameters": {"type": "object", "properties": {}}}
-    assert schema_problems([{"type": "function", "function": good}]) == []
-    assert "two tools" in schema_problems([{"type": "function", "function": good}] * 2)[0]
+    check_tools([{"type": "function", "function": good}])
+    with pytest.raises(CheckFailed, match="two tools are named 'x'"):
+        check_tools([{"type": "function", "function": good}] * 2)
 
 
 def test_fuzzed_calls_reach_the_tools_own_code():

@@ -28,8 +28,7 @@ from agentrl.concurrency.event_loop import holders, ours
 from agentrl.concurrency.threads import run_blocking, run_coroutine
 from agentrl.envs.adapters.gymnasium import GymEnv
 from agentrl.envs.checks.fuzz import fuzz_actions
-from agentrl.envs.checks.info import CheckFailed, check_end, check_json, check_messages, check_start
-from agentrl.envs.checks.tool_schemas import schema_problems
+from agentrl.envs.checks.info import CheckFailed, check_end, check_json, check_messages, check_start, check_tools
 from agentrl.envs.core import Env
 from agentrl.envs.registry import make as make_env
 from agentrl.envs.registry import with_async
@@ -342,9 +341,7 @@ def _check_tool_schemas(make: Make) -> str:
         tools += (prompt.get("tools") if isinstance(prompt, dict) else None) or ()
     if not tools:
         raise NothingToCheck("the environment lists no tools")
-    problems = schema_problems(tools)
-    if problems:
-        raise CheckFailed(problems[0])
+    check_tools(tools)
     return ", ".join(tool["function"]["name"] for tool in tools)
 
 

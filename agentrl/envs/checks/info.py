@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jsonschema
+
 from agentrl.types import StopReason
+
+_FUNCTION = {
+    "required": ["name", "description", "parameters"],
+    "properties": {
+        "name": {"type": "string", "pattern": r"^[A-Za-z_][A-Za-z0-9_-]{0,63}\Z"},
+        "description": {"type": "string", "pattern": r"\S"},
+        "parameters": {
+            "type": "object",
+            "required": ["type"],
+            "properties": {"type": {"const": "object"}, "properties": {"type": "object"}},
+        },
+    },
+}
+_TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {"type": {"const": "function"}, "function": {"type": "object", **_FUNCTION}},
+}
+"""The OpenAI form of a tool, as chat templates and servers take it."""
 
 
 class CheckFailed(Exception):
@@ -78,3 +99,24 @@ def check_end(info: dict[str, Any]) -> None:
         raise CheckFailed(f"stop_reason {reason!r} is none of {', '.join(StopReason)}")
     if info.get("success") not in (None, True, False):
         raise CheckFailed(f"info['success'] is {info['success']!r}; a bool is expected")
+
+
+def check_tools(tools: Sequence[Any]) -> None:
+    """Tools in the OpenAI form, described by valid JSON schemas, each of another name."""
+    names: set[str] = set()
+    for tool in tools:
+        error = next(jsonschema.Draft202012Validator(_TOOL).iter_errors(tool), None)
+        if error is not None:
+            raise CheckFailed(f"a tool is {tool!r:.80}: at {error.json_path}: {error.message:.200}")
+        name, parameters = tool["function"]["name"], tool["function"]["parameters"]
+        if name in names:
+            raise CheckFailed(f"two tools are named {name!r}")
+        names.add(name)
+        try:
+            jsonschema.Draft202012Validator.check_schema(parameters)
+        except jsonschema.SchemaError as invalid:
+            where = f"tool {name!r}: parameters at {invalid.json_path}"
+            raise CheckFailed(f"{where} are no JSON schema: {invalid.message:.200}") from invalid
+        unknown = [key for key in parameters.get("required", ()) if key not in parameters.get("properties", {})]
+        if unknown:
+            raise CheckFailed(f"tool {name!r}: {unknown[0]!r} is required and not described")
