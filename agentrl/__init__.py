@@ -12,50 +12,28 @@ from agentrl import _gymnasium
 from agentrl.on_demand import names_on_demand
 
 if TYPE_CHECKING:
-    from agentrl import rewards as rewards
-    from agentrl import spaces as spaces
-    from agentrl import tools as tools
+    from agentrl import rewards as rewards, spaces as spaces, tools as tools
     from agentrl.envs import wrappers as wrappers
     from agentrl.envs.builtin.prompt import PromptEnv as PromptEnv
     from agentrl.envs.core import Env as Env
     from agentrl.envs.multi_agent import MultiAgentEnv as MultiAgentEnv
-    from agentrl.envs.registry import make as make
-    from agentrl.envs.registry import register as register
-    from agentrl.envs.registry import registered as registered
+    from agentrl.envs.registry import make as make, register as register, registered as registered
     from agentrl.envs.tool_env import ToolEnv as ToolEnv
     from agentrl.errors import (
         AgentRLError as AgentRLError,
-    )
-    from agentrl.errors import (
         ConfigError as ConfigError,
-    )
-    from agentrl.errors import (
         DataError as DataError,
-    )
-    from agentrl.errors import (
         EnvError as EnvError,
-    )
-    from agentrl.errors import (
         InfraError as InfraError,
     )
+    from agentrl.runs import Run as Run, evaluate as evaluate, train as train
     from agentrl.tasks.dataset import load_tasks as load_tasks
-    from agentrl.tools.base import Tool as Tool
-    from agentrl.tools.base import ToolError as ToolError
-    from agentrl.tools.base import ToolResult as ToolResult
-    from agentrl.tools.base import tool as tool
+    from agentrl.tools.base import Tool as Tool, ToolError as ToolError, ToolResult as ToolResult, tool as tool
     from agentrl.types import (
         Message as Message,
-    )
-    from agentrl.types import (
         StopReason as StopReason,
-    )
-    from agentrl.types import (
         Task as Task,
-    )
-    from agentrl.types import (
         ToolCall as ToolCall,
-    )
-    from agentrl.types import (
         Trajectory as Trajectory,
     )
 

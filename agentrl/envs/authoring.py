@@ -30,6 +30,19 @@ SKIP = object()
 _running: contextvars.ContextVar[tuple[int, ...]] = contextvars.ContextVar("agentrl_running", default=())
 
 
+def remade(factory: Function) -> Function:
+    """What the factory makes of a function is made anew where it is unpickled (:mod:`agentrl.runs`)."""
+
+    @functools.wraps(factory)
+    def make(function: Function, *args: str) -> Function:
+        made = factory(function, *args)
+        if made is not function:
+            made._agentrl_remade = (make, (function, *args))
+        return made
+
+    return make
+
+
 def complete_pair(cls: type, blocking_name: str, async_name: str) -> None:
     """Makes both entry points of a pair run what the most derived class defines.
 
@@ -57,6 +70,7 @@ def written(function: Function) -> Function:
     return getattr(function, "_agentrl_written", function)
 
 
+@remade
 def taking_settings(init: Function) -> Function:
     """A constructor that also takes the class's ``settings`` its signature does not name.
 
@@ -87,6 +101,7 @@ def _most_derived(cls: type, name: str) -> tuple[int, Function]:
     raise AttributeError(f"{cls.__name__} has no {name!r}")
 
 
+@remade
 def _async_from_blocking(function: Function) -> Function:
     @functools.wraps(function)
     async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,6 +117,7 @@ def _async_from_blocking(function: Function) -> Function:
     return call
 
 
+@remade
 def _attended(function: Function) -> Function:
     """An author's coroutine function, which moves to a thread if it blocks; ours as they are."""
     if ours(function) or hasattr(function, "_made_async"):
@@ -123,6 +139,7 @@ def _attended(function: Function) -> Function:
     return call
 
 
+@remade
 def _blocking_from_async(function: Function) -> Function:
     @functools.wraps(function)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,6 +148,7 @@ def _blocking_from_async(function: Function) -> Function:
     return call
 
 
+@remade
 def _guard_blocking(function: Function, name: str) -> Function:
     before, after = f"_before_{name}", f"_after_{name}"
 
@@ -151,6 +169,7 @@ def _guard_blocking(function: Function, name: str) -> Function:
     return call
 
 
+@remade
 def _guard_async(function: Function, name: str) -> Function:
     before, after = f"_before_{name}", f"_after_{name}"
     attended = _attended(function)

@@ -18,13 +18,13 @@ from psutil import Process
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when the thread that started it ends, however that comes about.
+def die_with_parent(parent: int | None = None, *, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends, however that comes about.
 
     Args:
         parent: process id of who should be the parent; where it is gone already, SystemExit is raised.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         raise SystemExit("the process that started this one is gone")
 

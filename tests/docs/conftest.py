@@ -14,6 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from finished_run import shop_source, write_evaluation, write_run
 from shown_pages import PAGES, ROOT, blocks
 
+from agentrl import runs
+from agentrl.config.layers import resolve
+
 TASK = {"prompt": "1 + 1 = ?", "label": "2"}
 QUESTION = {"question": "Who?", "golden_answers": ["She"]}
 PASSAGE = {"id": "1", "title": "She", "text": "Her."}
@@ -55,9 +58,21 @@ def prepared(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def documented(prepared: Path, tmp_path: Path, monkeypatch) -> Path:
-    """A copy of :func:`prepared` as the working directory."""
+    """A copy of :func:`prepared` as the working directory, in which runs from Python are those finished ones.
+
+    The example of docs/python.md is run as printed in ``tests/e2e/test_toolkit.py``.
+    """
     folder = tmp_path / "here"
     shutil.copytree(prepared, folder)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(folder))
+
+    def finished(command, config_class, options, progress):
+        values = {name: runs.plain(value, folder) for name, value in options.items()}
+        (folder / "options.json").write_text(json.dumps(values), encoding="utf-8")
+        resolve(config_class, ["--config", str(folder / "options.json")])
+        return folder / "runs" / ("NAME" if command == "train" else "eval-NAME")
+
+    monkeypatch.setattr(runs, "run_command", finished)
     return folder

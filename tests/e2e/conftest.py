@@ -20,15 +20,15 @@ from agentrl.processes.tree import Process, descendants, is_running
 
 
 class Command:
-    """One ``agentrl`` process, and every process it ever had."""
+    """One process of ``agentrl`` or of a script that uses it, and every process it ever had."""
 
-    def __init__(self, arguments: list[str], folder: Path):
+    def __init__(self, words: list[str], folder: Path):
         self.log = folder / "output.txt"
         # Short, because Ray's sockets lie in it; its own, so that whatever stays in it is this run's.
         self.temp = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
         self._output = self.log.open("wb")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "agentrl.cli.main", *arguments],
+            [sys.executable, *words],
             stdout=self._output,
             stderr=subprocess.STDOUT,
             cwd=folder,
@@ -87,11 +87,12 @@ class Command:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
-    """Start ``agentrl`` with arguments, in the test's folder."""
+    """Start ``agentrl`` with arguments, or a Python script, in the test's folder."""
     commands: list[Command] = []
 
-    def begin(*arguments: str) -> Command:
-        commands.append(Command(list(arguments), tmp_path))
+    def begin(*arguments: str, script: Path | None = None) -> Command:
+        program = [str(script)] if script else ["-m", "agentrl.cli.main"]
+        commands.append(Command([*program, *arguments], tmp_path))
         return commands[-1]
 
     yield begin

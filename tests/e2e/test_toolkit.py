@@ -10,22 +10,26 @@ import pytest
 from agentrl.data.store import TrajectoryStore
 
 SMALL = ["--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "40"]
+ROOT = Path(__file__).parents[2]
 BUILT_IN = ["calculator", "python", "textgame", "service", "multi_agent", "gym:FrozenLake-v1"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
 
-def test_the_readmes_environment_trains_beside_other_held_out_sets_and_keeps_its_best(start, tmp_path):
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    (source,) = (block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if "class Shopping" in block)
+def python_of(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
+
+
+def test_the_readmes_environment_trains_from_python_beside_other_held_out_sets(start, tmp_path):
+    (source,) = (block for block in python_of("README.md") if "class Shopping" in block)
     assert len([line for line in source.splitlines() if line.strip()]) <= 30
     (tmp_path / "shop.py").write_text(source, encoding="utf-8")
-    run = tmp_path / "run"
-    command = start(
-        "train", "--env", "shop.py:Shopping", *SMALL, "--num-rollout", "2", "--eval-interval", "1", "--eval-tasks", "2",
-        "--eval-env", "textgame", "--best-metric", "eval/textgame/reward", "--output-dir", str(run),
-    )  # fmt: skip
+    # As printed, evaluation apart, but with the class in the session itself, as in a notebook.
+    session = "\n".join(python_of("docs/python.md")[:2]).replace("from shop import Shopping", source)
+    (tmp_path / "session.py").write_text(session + "print(run)\n", encoding="utf-8")
+    command = start(script=tmp_path / "session.py")
     assert command.wait() == 0, command.text[-3000:]
+    (run,) = (path for path in (tmp_path / "runs").iterdir() if path.name != "session_code")
     lines = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(set(line["sets"]) == {"Shopping", "textgame"} for line in lines)
