@@ -137,7 +137,9 @@ class Option:
         """What a value has to be, in words."""
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
-        return f"a list of {_EXPECTED[self.element]}" if self.kind == "list" else _EXPECTED.get(self.kind, "a value")
+        if self.kind == "list":
+            return f"a list of {_EXPECTED[self.element]}"
+        return "a path" if self.is_path else _EXPECTED.get(self.kind, "a value")
 
     def read(self, value: Any, *, text: bool = False) -> Any:
         """``value`` as the option holds it. Raises ValueError when it is of another type, or no choice.

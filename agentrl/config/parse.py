@@ -100,7 +100,7 @@ def parse_flags(config_class: type, argv: Sequence[str]) -> tuple[Given, str | N
         behind = list(takewhile(lambda word: not word.startswith("--"), argv[position + 1 :]))
         try:
             if name == "config":
-                config_file, used = _value(Option("config", "str"), f"--{name}", [inline] if sep else behind, bool(sep))
+                config_file, used = _value(Option("config", "str", is_path=True), f"--{name}", [inline] if sep else behind, bool(sep))
             else:
                 used = _put_flag(config_class, given, name, [inline] if sep else behind, bool(sep))
         except ConfigError as error:
@@ -161,7 +161,7 @@ def _value(option: Option, flag: str, words: list[str], inline: bool) -> tuple[A
     if option.kind == "pairs":
         return tuple(zip(words[::2], words[1::2], strict=False)), len(words) // 2 * 2
     if option.kind == "list":
-        if len(words) == 1 and words[0].lstrip().startswith("["):
+        if not option.group and len(words) == 1 and words[0].lstrip().startswith("["):  # as SGLang takes lists
             return _read(option, flag, json_or_text(words[0])), 1
         return _read(option, flag, words, text=True), len(words)
     if option.kind == "mapping":

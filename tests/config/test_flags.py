@@ -23,6 +23,17 @@ def test_values_are_typed(load):
     assert cfg.use_kl_loss is True and cfg.tensorboard is False
 
 
+def test_a_whole_number_may_have_a_unit(load, refused):
+    assert load("--max-tokens-per-gpu", "8k").max_tokens_per_gpu == 8000
+    assert load("--update-weight-buffer-size", "512Mi").update_weight_buffer_size == 512 * 2**20
+    assert "'8kb'" in refused("--max-tokens-per-gpu", "8kb")
+
+
+def test_text_in_brackets_is_one_text(load):
+    assert load("--rollout-stop", "[END]").rollout_stop == ("[END]",)
+    assert load("--rollout-stop", '["a"]', "b").rollout_stop == ('["a"]', "b")
+
+
 def test_config_is_frozen(load):
     with pytest.raises(dataclasses.FrozenInstanceError):
         load().lr = 1.0
@@ -92,6 +103,7 @@ def test_negative_numbers_are_values(refused):
         (("--num-rollout", "2.5"), ("--num-rollout", "a whole number", "'2.5'")),
         (("--num-rollout",), ("--num-rollout", "a whole number", "nothing")),
         (("--num-rollout", "--seed", "1"), ("--num-rollout", "nothing")),
+        (("--config",), ("--config: expected a path, got nothing",)),
         (("--tensorboard=maybe",), ("--tensorboard", "true or false", "'maybe'")),
         (("--no-tensorboard=true",), ("--no-tensorboard takes no value",)),
         (("--dtype", "fp8"), ("--dtype", "auto, bf16, fp32", "'fp8'")),
