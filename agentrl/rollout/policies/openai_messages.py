@@ -9,6 +9,7 @@ from typing import Any
 from agentrl.chat_api.reply import Reply, ServerCall
 from agentrl.errors import ConfigError
 from agentrl.tools.formats import clean_text
+from agentrl.tools.formats.strict_json import Malformed, read_json
 from agentrl.types import Message
 
 _INLINE = "inline"
@@ -47,20 +48,10 @@ def call_arguments(text: str) -> Any:
     if not text.strip():
         return {}
     try:
-        value = json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
-    except (ValueError, RecursionError):
+        value, end = read_json(text)
+    except Malformed:
         return text
-    return value if isinstance(value, dict) else text
-
-
-def _refuse(word: str) -> Any:
-    raise ValueError(f"{word} is not JSON")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError("a key twice")
-    return dict(pairs)
+    return value if isinstance(value, dict) and not text[end:].strip() else text
 
 
 def ended(content: str, reply: Reply, stop: tuple[str, ...]) -> str:
