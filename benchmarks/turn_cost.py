@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import orjson
-from client_cpu import english, make_chat
+from client_cpu import english, make_chat, pages_of
 
 import agentrl
 from agentrl.rollout.conversation import EpisodeLimits
@@ -36,16 +36,8 @@ from agentrl.types import SamplingParams, Task
 
 TARGET = 1.5
 EARLY, LATE, TURNS, SHORT = 4, 64, 68, 8
-OBSERVED, SAMPLED = 200, 64
+SAMPLED = 64
 CALL = '\n<tool_call>\n{"name": "search", "arguments": {"query": "who wrote it", "page": 3}}\n</tool_call>'
-
-
-def pages_of(chat: ChatTemplate, words: list[str]) -> list[str]:
-    """Texts of ``OBSERVED`` tokens."""
-    ids = chat.encoder.encode(" ".join(words))
-    pages = [chat.decode(ids[i : i + OBSERVED]) for i in range(0, len(ids) - OBSERVED, OBSERVED)]
-    random.Random(0).shuffle(pages)
-    return pages
 
 
 def make_env(pages: list[str]) -> agentrl.Env:

@@ -2,7 +2,7 @@
 
 ``python -m agentrl.engines.router '<json of RouterArgs fields>'`` runs the router itself; it goes through
 ``RouterArgs`` because the policy wanted here, ``consistent_hashing``, is refused by its command line.
-The routing key is the header :data:`ROUTING_KEY_HEADER`, one value per trajectory, so that every turn
+The routing key is the header that ``rollout.policies.sglang`` sends, one value per trajectory, so that every turn
 finds the prefix of the turn before in the engine's cache; when an engine goes, only its own
 trajectories move.
 
@@ -25,7 +25,6 @@ from typing import Any
 from agentrl.errors import EngineError
 from agentrl.processes.server import ServerProcess, die_with_owner, free_port, take_api_key
 
-ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 POLICIES = ("consistent_hashing", "cache_aware", "round_robin", "random", "manual")
 
 DEFAULTS: dict[str, Any] = {

@@ -22,14 +22,13 @@ from agentrl.errors import ConfigError, EnvError
 from agentrl.rewards import RewardSet
 from agentrl.rewards.combine import check_signatures
 from agentrl.rewards.number import reward_number
-from agentrl.shared_keys import SharedKeys
 from agentrl.tasks.dataset import content_hash, row_id
 from agentrl.tools.base import FunctionTool, Tool, ToolErrorType, ToolResult
-from agentrl.tools.execution import close_tools, run_calls, start_tools
+from agentrl.tools.execution import close_tools, run_calls, start_tools, unshared
 from agentrl.tools.formats import NoneParser, Parsed, Parser, clean_text, get_parser
 from agentrl.types import Message, ToolCall
 
-_tool_message = SharedKeys()
+_INVALID_CALL = (ToolErrorType.PARSE, ToolErrorType.UNKNOWN_TOOL, ToolErrorType.INVALID_ARGUMENTS)
 Transition = tuple[str, float, bool, bool, dict[str, Any]]
 
 _PLAIN = (str, bytes, int, float, bool, type(None), list, tuple, dict, set)
@@ -232,6 +231,7 @@ class ToolEnv(Env):
         await start_tools(self._unstarted, self)
         schemas = [tool.schema() for tool in self._open_tools]
         self._parser = self._choose_parser(self._options.get("call_format", "auto")).with_tools(schemas)
+        self._judges_turns = self._reward_of("turn_reward") is not None
         self._turns: list[str] = []
         self._calls: list[dict[str, Any]] = []
         self._total = 0.0
@@ -276,12 +276,12 @@ class ToolEnv(Env):
             return await self._finish(answer, await self._turn_parts(answer, []), [], [])
         results = await run_calls(calls, self._tools, timeout=self.tool_timeout, max_calls=self.max_calls)
         records = [_record(c, r) for c, r in zip(calls, results, strict=True)]
-        self._calls.extend(copy.deepcopy(records))
-        parts = await self._turn_parts(parsed.content, records)
+        self._calls += [dict(record) for record in records]  # wrappers may edit those in ``info``
+        parts = await self._turn_parts(parsed.content, records) if self._judges_turns else {}
         if earned := self._earned_by_calls(calls, results):
             parts["tools"] = parts.get("tools", 0.0) + earned
         messages = self._observe(calls, results)
-        if any(r.terminated for r in results):
+        if any([r.terminated for r in results]):
             return await self._finish(parsed.content, parts, messages, records)
         reward = math.fsum(parts.values())
         self._total += reward
@@ -320,10 +320,13 @@ class ToolEnv(Env):
         return await self._judged("turn_reward", text, records)
 
     def _earned_by_calls(self, calls: list[ToolCall], results: list[ToolResult]) -> float:
-        wrong = (ToolErrorType.PARSE, ToolErrorType.UNKNOWN_TOOL, ToolErrorType.INVALID_ARGUMENTS)
-        invalid = sum(r.error is not None and r.error.type in wrong for r in results)
-        given = (reward_number(r.reward, f"the reward of tool {c.name!r}") for c, r in zip(calls, results, strict=True))
-        return sum(given) + invalid * self.invalid_call_reward
+        earned = 0.0
+        for call, result in zip(calls, results, strict=True):
+            if type(result.reward) is not float or result.reward != 0.0:
+                earned += reward_number(result.reward, f"the reward of tool {call.name!r}")
+            if result.error is not None and result.error.type in _INVALID_CALL:
+                earned += self.invalid_call_reward
+        return earned
 
     def _by_name(self, tools: Sequence[Tool]) -> dict[str, Tool]:
         by_name = {tool.name: tool for tool in tools}
@@ -387,7 +390,7 @@ class ToolEnv(Env):
         texts = [self._shown(result) for result in results]
         if self._parser.structured:
             return [
-                _tool_message(role="tool", name=call.name, content=text, tool_call_id=call.id)
+                Message(role="tool", name=call.name, content=text, tool_call_id=call.id)
                 for call, text in zip(calls, texts, strict=True)
             ]
         tags = "|".join(map(re.escape, (*getattr(self._parser, "names", ()), self.result_tag, "think")))
@@ -514,7 +517,7 @@ def _method_tools(cls: type) -> tuple[FunctionTool, ...]:
 
 
 def _record(call: ToolCall, result: ToolResult) -> dict[str, Any]:
-    record: dict[str, Any] = {"name": call.name, "arguments": copy.deepcopy(call.arguments)}
+    record: dict[str, Any] = {"name": call.name, "arguments": dict(unshared(call.arguments))}
     if result.error is not None:
         record["error"] = str(result.error.type)
     if result.metadata:

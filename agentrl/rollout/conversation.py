@@ -101,6 +101,7 @@ class Conversation:
         self._ledger = TokenLedger()
         self._tools: list[dict[str, Any]] | None = None
         self._stop: tuple[str, ...] = ()
+        self._turn_params: SamplingParams | None = None  # those of the last turn
         self._observed = 0
         self._last: Turn | None = None  # the turn that the next observation follows
         self.last_turn: Turn | None = None
@@ -183,7 +184,10 @@ class Conversation:
         if room < 1:
             raise EpisodeEnd(StopReason.MAX_CONTEXT)
         budget = min(self._limits.max_response_len, self._params.max_new_tokens, room)
-        params = for_turn(self._params, max_new_tokens=budget, stop=self._stop, stop_token_ids=self._chat.eos_token_ids)
+        if self._turn_params is None or self._turn_params.max_new_tokens != budget:
+            eos = self._chat.eos_token_ids
+            self._turn_params = for_turn(self._params, max_new_tokens=budget, stop=self._stop, stop_token_ids=eos)
+        params = self._turn_params
         if params.seed is not None:
             params = replace(params, seed=turn_seed(params.seed, self._routing_key, self.num_turns))
         prompt = self._ledger.ids
@@ -273,7 +277,7 @@ class Conversation:
 
     def _note(self, assistant: Message, answers: Sequence[Message]) -> None:
         """Remember the kind of a turn that is over: what a template drops or keeps later depends on it."""
-        if not answers or all(m["role"] == INLINE for m in answers):
+        if all([m["role"] == INLINE for m in answers]):
             return  # the turn goes on
         turn = Earlier.of(assistant, answers)
         kind = (turn.reasoning, turn.roles[0])

@@ -393,8 +393,13 @@ class Episode:
             if key not in _STEP_KEYS:
                 self._info[key] = value
         if calls := info.get("tool_calls"):
-            turn = len(self.conversation.turns)
-            self._acting.tool_calls += [{"turn": turn, **call} for call in calls]
+            last = self.conversation.last_turn
+            said = last.parsed.tool_calls if last is not None else []
+            for number, call in enumerate(calls):
+                call = {"turn": len(self.conversation.turns), **call}
+                if number < len(said) and call.get("arguments") == said[number].arguments:
+                    call["arguments"] = said[number].arguments  # the message's own, held once
+                self._acting.tool_calls.append(call)
         for name, value in (info.get("rewards") or {}).items():
             self._rewards[name] = self._rewards.get(name, 0.0) + reward_number(value, f"the reward {name!r}")
         if info.get("success") is not None:

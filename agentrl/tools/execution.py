@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
+import functools
 import inspect
 import json
 import logging
 import math
 import reprlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,6 +57,8 @@ async def run_calls(
         InfraError: A tool reported that something outside the episode failed.
         EnvError: A tool returned something that is not a result.
     """
+    if len(calls) == 1:
+        return [await run_call(calls[0], tools, timeout=timeout)]
     results: list[ToolResult] = [ToolResult()] * len(calls)
     chains: dict[object, list[int]] = {}
     for index, call in enumerate(calls):
@@ -104,7 +108,7 @@ async def run_call(call: ToolCall, tools: Mapping[str, Tool], *, timeout: float)
                 f"there is no tool {call.name[:64]!r}; there are: {', '.join(tools) or 'none'}.",
                 ToolErrorType.UNKNOWN_TOOL,
             )
-        arguments = tool.read_arguments(call.arguments)
+        arguments = unshared(tool.read_arguments(call.arguments))
         seconds = tool.timeout if tool.timeout is not None else timeout
         result = _as_result(await _call_within(tool, arguments, seconds), tool.name)
     except ToolError as error:
@@ -117,6 +121,14 @@ async def run_call(call: ToolCall, tools: Mapping[str, Tool], *, timeout: float)
     if result.error is not None and result.error.type is ToolErrorType.UNAVAILABLE:
         raise InfraError(f"tool {call.name!r} is unavailable: {result.error.message}")
     return result
+
+
+def unshared(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of which no list or object is another's: a tool may change what it gets, the record may not change."""
+    for value in arguments.values():
+        if isinstance(value, (list, dict)):
+            return copy.deepcopy(arguments)
+    return arguments
 
 
 async def start_tools(tools: Iterable[Tool], env: Any) -> None:
@@ -161,18 +173,33 @@ async def _close(tool: Tool, timeout: float) -> None:
 
 
 async def _call_within(tool: Tool, arguments: dict[str, Any], seconds: float) -> Any:
-    started = threading.Event()
-    task = asyncio.ensure_future(_start(tool, arguments, seconds, started.set))
+    function = tool.function if isinstance(tool, FunctionTool) else type(tool).__call__  # what its author wrote
+    started = None
+    loop = asyncio.get_running_loop()
+    if not inspect.iscoroutinefunction(function):
+        started = threading.Event()
+        task = loop.create_task(_run_blocking(tool, arguments, started))
+    elif ours(function):
+        task = loop.create_task(await_user_code(tool(**arguments)))
+    else:
+        owner = None if isinstance(tool, FunctionTool) else tool
+        attended = attend(f"tool {tool.name!r}", tool.__call__, owner=owner, key=function, limit=seconds, **arguments)
+        task = loop.create_task(await_user_code(attended))
+    waiter = loop.create_future()
+    timer = loop.call_later(seconds, _wake, waiter)
+    task.add_done_callback(functools.partial(_wake, waiter))
     try:
-        done, _ = await asyncio.wait({task}, timeout=seconds)
+        await waiter
     except asyncio.CancelledError:
         task.cancel()
         raise
-    if not done:
+    finally:
+        timer.cancel()
+    if not task.done():
         # Not awaited: code that swallows cancellation must not hold up the episode.
         task.cancel()
         task.add_done_callback(_retrieve)
-        if not started.is_set():
+        if started is not None and not started.is_set():
             raise InfraError(
                 f"no thread was free for tool {tool.name!r} within {seconds:g} s: {MAX_THREADS} blocking calls run "
                 "already. Make slow tools async, give them shorter timeouts, or run fewer episodes at once."
@@ -188,18 +215,14 @@ async def _call_within(tool: Tool, arguments: dict[str, Any], seconds: float) ->
     return task.result()
 
 
-async def _start(tool: Tool, arguments: dict[str, Any], seconds: float, started: Callable[[], object]) -> Any:
-    function = _written(tool)
-    if inspect.iscoroutinefunction(function):
-        started()
-        if ours(function):
-            return await await_user_code(tool(**arguments))
-        owner = None if isinstance(tool, FunctionTool) else tool
-        what = f"tool {tool.name!r}"
-        return await await_user_code(attend(what, tool.__call__, owner=owner, key=function, limit=seconds, **arguments))
+def _wake(waiter: asyncio.Future[None], _: Any = None) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
+
+async def _run_blocking(tool: Tool, arguments: dict[str, Any], started: threading.Event) -> Any:
     def call() -> Any:
-        started()
+        started.set()
         return tool(**arguments)
 
     if _has_own_thread(tool):
@@ -209,17 +232,14 @@ async def _start(tool: Tool, arguments: dict[str, Any], seconds: float, started:
     return await await_user_code(value) if inspect.isawaitable(value) else value
 
 
-def _written(tool: Tool) -> Callable[..., Any]:
-    """What the author of a tool wrote."""
-    return tool.function if isinstance(tool, FunctionTool) else type(tool).__call__
-
-
 def _has_own_thread(tool: Tool) -> bool:
     """Whether the blocking calls of a tool run in one thread: what has state may hold what is bound to a thread."""
-    if inspect.iscoroutinefunction(_written(tool)):
-        return False
     if isinstance(tool, FunctionTool):
+        if inspect.iscoroutinefunction(tool.function):
+            return False
         return tool.bound_to is not None and not tool.runs_in_parallel
+    if inspect.iscoroutinefunction(type(tool).__call__):
+        return False
     return not tool.shared and (not tool.runs_in_parallel or type(tool).start is not Tool.start)
 
 

@@ -190,35 +190,9 @@ def test_no_server_at_all(run):
     run(go())
 
 
-def test_concurrency_is_bounded(run):
-    async def slow(body):
-        await asyncio.sleep(0.02)
-        return answer(body, [1])
-
-    async def go():
-        async with FakeEngine(slow) as server, client_for(server, max_concurrency=4) as client:
-            await asyncio.gather(*(ask(client) for _ in range(20)))
-            return server.most_in_flight
-
-    assert run(go()) == 4
-
-
-def test_waiting_for_a_slot_has_a_deadline(run):
-    async def go():
-        async with FakeEngine("hang") as server, client_for(server, max_concurrency=1) as client:
-            first = asyncio.create_task(ask(client, 5))
-            await asyncio.sleep(0.05)
-            with pytest.raises(EngineError, match="no free slot"):
-                await ask(client, 0.2)
-            first.cancel()
-            await asyncio.gather(first, return_exceptions=True)
-
-    run(go())
-
-
 def test_cancelling_frees_the_connection(run):
     async def go():
-        async with FakeEngine("hang", good(1)) as server, client_for(server, max_concurrency=1) as client:
+        async with FakeEngine("hang", good(1)) as server, client_for(server) as client:
             request = asyncio.create_task(ask(client))
             while not server.in_flight:
                 await asyncio.sleep(0.01)

@@ -14,8 +14,6 @@ import os
 import random
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -72,7 +70,6 @@ class EngineClient:
     Args:
         base_url: ``http://host:port`` of the router or of one engine.
         api_key: sent as a bearer token; None for servers without one.
-        max_concurrency: requests in flight at most; None leaves it to the caller.
         attempt_timeout: seconds one attempt may take before it is sent elsewhere.
         backoff: seconds before the first retry; doubles up to ``max_backoff``, with full jitter.
 
@@ -84,7 +81,6 @@ class EngineClient:
         base_url: str,
         api_key: str | None = None,
         *,
-        max_concurrency: int | None = None,
         attempt_timeout: float = 300.0,
         backoff: float = 0.1,
         max_backoff: float = 3.0,
@@ -94,10 +90,9 @@ class EngineClient:
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
         self._http = HttpPost(self._url, headers)
-        self._max_concurrency = max_concurrency
         self._attempt_timeout = attempt_timeout
         self._backoff, self._max_backoff = backoff, max_backoff
-        self._slots: asyncio.Semaphore | None = None
+        self._sampling: tuple[SamplingParams | None, Any] = (None, None)  # the last ones, as JSON
         self._moves: OrderedDict[str, int] = OrderedDict()
         self.counters = ClientCounters()
 
@@ -123,83 +118,54 @@ class EngineClient:
         """
         started = time.monotonic()
         deadline = started + timeout
-        prompt = np.ascontiguousarray(input_ids, np.int32)
+        ids = np.ascontiguousarray(input_ids, np.int32)
+        parts: list[Generation] = []
+        delay, key, missing = self._backoff, routing_key, params.max_new_tokens
         try:
-            if self._max_concurrency is None:
-                parts = await self._parts(prompt, params, rid, routing_key, deadline, timeout)
-            else:
-                async with self._slot(deadline, timeout):
-                    parts = await self._parts(prompt, params, rid, routing_key, deadline, timeout)
+            while True:
+                part = await self._attempts(ids, params, rid, key, deadline, timeout)
+                parts.append(part)
+                missing -= len(part.tokens)
+                if part.finish_reason != "abort" or missing <= 0:
+                    break
+                self.counters.continuations += 1
+                rid = new_rid()
+                if len(part.tokens):
+                    ids, params = np.concatenate([ids, part.tokens]), replace(params, max_new_tokens=missing)
+                    delay = self._backoff
+                else:
+                    await self._pause(delay, deadline, timeout, "the engine aborts every request")
+                    delay = min(2 * delay, self._max_backoff)
         except EngineError:
             self.counters.failures += 1
             raise
-        return self._joined(parts, len(prompt), time.monotonic() - started)
-
-    async def _parts(
-        self, ids: np.ndarray, params: SamplingParams, rid: str, key: str, deadline: float, timeout: float
-    ) -> list[Generation]:
-        """The answer; in several parts when the engine aborted and the rest was asked for again."""
-        parts: list[Generation] = []
-        delay = self._backoff
-        while True:
-            part = await self._attempts(ids, params, rid, key, deadline, timeout)
-            parts.append(part)
-            missing = params.max_new_tokens - len(part.tokens)
-            if part.finish_reason != "abort" or missing <= 0:
-                return parts
-            self.counters.continuations += 1
-            rid = new_rid()
-            if len(part.tokens):
-                ids, params = np.concatenate([ids, part.tokens]), replace(params, max_new_tokens=missing)
-                delay = self._backoff
-            else:
-                await self._pause(delay, deadline, timeout, "the engine aborts every request")
-                delay = min(2 * delay, self._max_backoff)
-
-    @asynccontextmanager
-    async def _slot(self, deadline: float, timeout: float) -> AsyncIterator[None]:
-        if self._slots is None:
-            self._slots = asyncio.Semaphore(self._max_concurrency)
-        try:
-            async with asyncio.timeout(deadline - time.monotonic()):
-                await self._slots.acquire()
-        except TimeoutError:
-            raise EngineError(
-                f"no free slot within {timeout:.0f} s: {self._max_concurrency} requests are in flight already"
-            ) from None
-        try:
-            yield
-        finally:
-            self._slots.release()
-
-    def _joined(self, parts: list[Generation], prompt_tokens: int, seconds: float) -> Generation:
-        first, last = parts[0], parts[-1]
-        generation = last
-        if len(parts) > 1 or last.finish_reason == "abort":
-            generation = Generation(
+        if len(parts) > 1 or part.finish_reason == "abort":
+            part = Generation(
                 tokens=np.concatenate([p.tokens for p in parts]),
                 logprobs=np.concatenate([p.logprobs for p in parts]),
                 versions=np.concatenate([p.versions for p in parts]),
-                finish_reason="length" if last.finish_reason == "abort" else last.finish_reason,
-                cached_tokens=first.cached_tokens,
-                prompt_tokens=prompt_tokens,
-                seconds=seconds,
+                finish_reason="length" if part.finish_reason == "abort" else part.finish_reason,
+                cached_tokens=parts[0].cached_tokens,
+                prompt_tokens=len(input_ids),
+                seconds=time.monotonic() - started,
             )
         counters = self.counters
         counters.requests += 1
-        counters.prompt_tokens += prompt_tokens
-        counters.cached_tokens += generation.cached_tokens
-        counters.output_tokens += len(generation.tokens)
-        counters.engine_seconds += seconds
-        return generation
+        counters.prompt_tokens += part.prompt_tokens
+        counters.cached_tokens += part.cached_tokens
+        counters.output_tokens += len(part.tokens)
+        counters.engine_seconds += part.seconds
+        return part
 
     async def _attempts(
         self, ids: np.ndarray, params: SamplingParams, rid: str, key: str, deadline: float, timeout: float
     ) -> Generation:
         """One answer, whatever number of attempts it takes until ``deadline``."""
-        import orjson
+        import orjson  # not in the light install
 
-        body = {"input_ids": ids, "sampling_params": _sampling_json(params), "return_logprob": True, "rid": rid}
+        if params is not self._sampling[0]:
+            self._sampling = params, _sampling_json(params)
+        body = {"input_ids": ids, "sampling_params": self._sampling[1], "return_logprob": True, "rid": rid}
         payload = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         delay, reason, started = self._backoff, "no time left to ask", time.monotonic()
         while True:
@@ -207,7 +173,8 @@ class EngineClient:
             if seconds <= 0:
                 raise self._no_answer(timeout, reason)
             try:
-                content = await self._exchange(payload, self._key(key), seconds)
+                moves = self._moves.get(key)
+                content = await self._exchange(payload, f"{key}~{moves}" if moves else key, seconds)
                 return _parse(content, len(ids), params.max_new_tokens, started)
             except _Retryable as error:
                 reason = str(error)
@@ -246,10 +213,6 @@ class EngineClient:
             f"See the engine's log; a longer deadline is --engine-timeout"
         )
 
-    def _key(self, key: str) -> str:
-        moves = self._moves.get(key)
-        return f"{key}~{moves}" if moves else key
-
     def _move(self, key: str) -> None:
         """Route ``key`` elsewhere from now on; the prefix cache is then where it went last."""
         self._moves[key] = self._moves.pop(key, 0) + 1
@@ -275,10 +238,10 @@ def _parse(content: bytes, prompt_tokens: int, max_new_tokens: int, started: flo
         finish = meta["finish_reason"]
         output = answer["output_ids"]
         triples = meta["output_token_logprobs"]
-        ids = [t[1] for t in triples]
+        values, ids = list(zip(*triples, strict=True))[:2] if triples else ((), ())
         tokens = np.array(output, np.int32)
         # null (orjson's and SGLang's way to write NaN) becomes NaN.
-        logprobs = np.array([t[0] for t in triples], np.float32)
+        logprobs = np.array(values, np.float32)
         versions = _versions(meta, len(tokens))
         reason = finish["type"]
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -288,7 +251,7 @@ def _parse(content: bytes, prompt_tokens: int, max_new_tokens: int, started: flo
         ) from error
     if reason == "abort" and (finish.get("status_code") or 500) < 500:
         raise EngineError(f"the engine refused the request: {finish.get('message')}")
-    if ids != output:
+    if ids != tuple(output):
         raise EngineError(f"{len(output)} output ids do not match {len(ids)} log-probabilities")
     if not math.isfinite(np.add.reduce(logprobs)):
         raise EngineError(
@@ -315,15 +278,12 @@ def _sampling_json(params: SamplingParams) -> Any:
 
 def _versions(meta: dict[str, Any], n: int) -> np.ndarray:
     """int32 ``[n]``: the weight version of each output token."""
-    spans = meta.get("weight_versions")
-    if not spans:
-        return np.full(n, version_number(meta["weight_version"]), np.int32)
-    if len(spans) == 1 and spans[0]["start"] == 0 and spans[0]["end"] == n:
-        return np.full(n, version_number(spans[0]["version"]), np.int32)
-    versions = np.full(n, -1, np.int32)
+    spans = meta.get("weight_versions") or [{"start": 0, "end": n, "version": meta["weight_version"]}]
+    versions = np.empty(n, np.int32)
+    versions.fill(-1)
     for span in spans:
         versions[span["start"] : span["end"]] = version_number(span["version"])
-    if n and versions.min() < 0:
+    if n and np.minimum.reduce(versions) < 0:
         raise ValueError(f"weight versions {spans} leave out some of {n} tokens")
     return versions
 

@@ -233,13 +233,14 @@ class ChatTemplate:
         Returns:
             None when the template writes what is already there in another way: re-render in a new segment.
         """
-        if all(m["role"] == INLINE for m in new_messages):
+        if all([m["role"] == INLINE for m in new_messages]):
             return self.encoder.encode_content("".join(m["content"] for m in new_messages))
         sealed = [self.encoder.seal_all(plain(m)) for m in new_messages]
         end = self._end_of_text(sampled)
         said = self.encoder.decode(sampled[:end]) if said is None else said
         shape = self._planner.shape(prev_assistant, said, sealed, bool(tools), earlier, system)
-        called = [self.encoder.seal(call["function"]["name"]) for call in prev_assistant.get("tool_calls") or ()]
+        calls = prev_assistant.get("tool_calls")
+        called = [self.encoder.seal(call["function"]["name"]) for call in calls] if calls else ()
         suffix = self._planner.suffix(shape, sealed, called)
         if suffix is None:
             return None

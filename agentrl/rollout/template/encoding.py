@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
 
+_SHORT = 24  # characters
+_KEPT_PIECES = 1024
+
+
 class ProvenanceTokenizer:
     """Encodes rendered text whose content was sealed.
 
@@ -72,6 +76,7 @@ class ProvenanceTokenizer:
         self._mark_ids = {text: [index] for text, index in self.control_ids.items()}
         self._mark_ids |= {p: self._sealed_ids[template.token_to_id(p)].tolist() for p in private}
         self._marks = re.compile(f"({any_of(self._mark_ids)})")
+        self._short: dict[str, list[int]] = {}  # ids of short pieces: nearly all are of the template
 
     def seal(self, text: str, keep: Container[str] = ()) -> str:
         """``text`` with each added token's text replaced by a placeholder; most texts come back as they are.
@@ -89,7 +94,9 @@ class ProvenanceTokenizer:
         return self._control_text.findall(text) if self._control_text is not None else []
 
     def seal_all(self, value: Any, keep: Container[str] = ()) -> Any:
-        """Seal every string inside a JSON-like value (keys too)."""
+        """Seal every string inside a JSON-like value (keys too); a message that holds nothing to seal is given back."""
+        if type(value) is dict and self._is_harmless(value):
+            return value
         if isinstance(value, str):
             return self.seal(value, keep)
         if isinstance(value, dict):
@@ -97,6 +104,16 @@ class ProvenanceTokenizer:
         if isinstance(value, list | tuple):
             return [self.seal_all(v, keep) for v in value]
         return value
+
+    def _is_harmless(self, message: dict[Any, Any]) -> bool:
+        """Whether a flat dict holds no control token; one search is quicker than one for each string."""
+        try:
+            text = "\n".join((*message, *message.values()))
+            if not text.isascii():
+                text.encode()
+        except (TypeError, UnicodeEncodeError):  # it holds more than text, or half of a character
+            return False
+        return self._control_text is None or not self._control_text.search(text)
 
     def sampled_controls(self, ids: np.ndarray) -> frozenset[str]:
         """Control tokens in the text of sampled ``ids`` that stand there as such each time, none spelled in pieces."""
@@ -124,15 +141,23 @@ class ProvenanceTokenizer:
         return self.encode(rendered if self._words is not None else self._anchor + rendered)
 
     def _encode_by_words(self, rendered: str) -> np.ndarray:
-        encode, ids = self._words.encode, []
+        ids: list[int] = []
         # Text and marks alternate. Added tokens cut text before anything else looks at it.
         for i, piece in enumerate(self._marks.split(rendered)):
             if i % 2:
                 ids += self._mark_ids[piece]
             elif piece:
-                known = encode(piece)
-                ids += self._template.encode(piece, add_special_tokens=False).ids if known is None else known
+                known = self._short.get(piece)
+                ids += self._encode_piece(piece) if known is None else known
         return np.array(ids, np.int32)
+
+    def _encode_piece(self, piece: str) -> list[int]:
+        ids = self._words.encode(piece)
+        if ids is None:
+            ids = self._template.encode(piece, add_special_tokens=False).ids
+        if len(piece) <= _SHORT and len(self._short) < _KEPT_PIECES:
+            self._short[piece] = ids
+        return ids
 
     def encode_content(self, text: str) -> np.ndarray:
         """int32 ``[n]``: ids of content in the middle of a sequence; never a control token."""

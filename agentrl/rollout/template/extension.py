@@ -35,7 +35,10 @@ class Earlier(NamedTuple):
 
     @classmethod
     def of(cls, assistant: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> Earlier:
-        roles = tuple([role for role, _ in itertools.groupby([m["role"] for m in answers])])
+        roles: tuple[str, ...] = (answers[0]["role"],)
+        for message in answers[1:]:
+            if message["role"] != roles[-1]:
+                roles += (message["role"],)
         return cls(_has(assistant, "reasoning_content"), _has(assistant, "content"), roles)
 
 
@@ -106,7 +109,7 @@ class ExtensionPlanner:
             calls=calls,
             markup=(() if calls else lead, tags),
             roles=tuple([m["role"] for m in new_messages]),
-            fields=tuple([tuple([f in m for f in _FIELDS]) for m in new_messages]),
+            fields=tuple([("content" in m, "name" in m, "tool_call_id" in m) for m in new_messages]),
             tools=tools,
             earlier=earlier,
             system=system,

