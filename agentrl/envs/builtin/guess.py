@@ -15,8 +15,8 @@ EXAMPLE = (
     {"role": "system", "content": "Guess my number."},
     {"role": "user", "content": "From 50 to 56."},
     {"role": "assistant", "content": "53"},
-    {"role": "user", "content": "Higher: 54 to 56."},
-    {"role": "assistant", "content": "55"},
+    {"role": "user", "content": "Lower: 50 to 52."},
+    {"role": "assistant", "content": "51"},
 )
 """A game that was won stands before each, and shows how to answer."""
 
@@ -25,9 +25,11 @@ class GuessEnv(Env):
     """A number of two digits is guessed by *higher* and *lower*.
 
     The first observation names seven numbers in a row, one of which is meant. After a wrong guess the next
-    observation says where it lies. A reply without exactly one of the numbers named last is a guess lost. The reward
-    is 1 for the number within ``max_turns`` guesses (3), else 0: always the middle finds every one. The category of a
-    task is the number of guesses that takes.
+    observation says where it lies. A reply without exactly one of the numbers named last is a guess lost. Always the
+    middle finds every number in ``max_turns`` guesses (3). The category of a task is how many of them that takes.
+
+    The last guess earns 1 if it is right, else half the share of the other numbers that were ruled out by then: a
+    model that hardly ever wins still learns from what it does.
 
     The row begins at 10 to 93. A quarter of these beginnings is only in ``test``, the others only in ``train``.
 
@@ -54,6 +56,7 @@ class GuessEnv(Env):
         index = task_index(self, split, options)
         self.low, self.number = tasks(split)[index]
         self.high = self.low + NUMBERS - 1
+        self.guesses = 0
         observation = f"Right! From {self.low} to {self.high}."
         messages = [*map(dict, EXAMPLE), {"role": "user", "content": observation}]
         place = self.number - self.low
@@ -71,7 +74,10 @@ class GuessEnv(Env):
         elif self.number < guess <= self.high:
             self.high, side = guess - 1, "Lower: "
         left = f"{self.low} to {self.high}."
-        return f"{side}{left}" if side else f"From {left}", 0.0, False, False, {}
+        self.guesses += 1
+        ruled_out = 1 - (self.high - self.low) / (NUMBERS - 1)
+        reward = 0.5 * ruled_out if self.guesses >= self.max_turns else 0.0
+        return f"{side}{left}" if side else f"From {left}", reward, False, False, {}
 
 
 @functools.cache
