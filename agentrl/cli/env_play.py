@@ -64,7 +64,7 @@ def run(name: str, argv: Sequence[str]) -> int:
 
 def play(env: Any, *, seed: int, options: dict[str, Any], source: TextIO | None = None) -> int:
     """One episode with the turns of ``source`` (default: standard input); returns the exit code."""
-    from agentrl.envs.multi_agent import acting_agent, shares_of
+    from agentrl.envs.multi_agent import acting_agent, shares
 
     observation, info = env.reset(seed=seed, options=options)
     tools = list(info.get("tools") or ())
@@ -86,15 +86,15 @@ def play(env: Any, *, seed: int, options: dict[str, Any], source: TextIO | None 
         _, reward, terminated, truncated, info = env.step(action)
         over = terminated or truncated
         total += reward
-        shares = shares_of(env, reward, info) if actor else {}
-        for name, share in shares.items():
+        parts = shares(env.unwrapped.agents, reward, info.get("agent_rewards")) if actor else {}
+        for name, share in parts.items():
             earned[name] += share
         print("\n".join(line for line in message_lines(info) if line))
-        if shares and (any(shares.values()) or over):
-            print(f"rewards: {_listed(shares)}")
+        if parts and (any(parts.values()) or over):
+            print(f"rewards: {_listed(parts)}")
         elif reward or over:
-            parts = _listed(info.get("rewards") or {})
-            print(f"reward {reward:g}" + (f" ({parts})" if parts else ""))
+            named = _listed(info.get("rewards") or {})
+            print(f"reward {reward:g}" + (f" ({named})" if named else ""))
         if over:
             success = "yes" if info.get("success", total > 0 and terminated) else "no"
             sums = f"total rewards: {_listed(earned)}" if earned else f"total reward: {total:g}"
