@@ -140,6 +140,9 @@ class Segment:
     logprobs: np.ndarray
     versions: np.ndarray
     prompt_length: int
+    trained: dict[str, np.ndarray] = field(default_factory=dict)
+    """What it was trained with, float32[n] by name, where that was kept: ``advantage``; log-probabilities: ``old`` of
+    the ratio, ``current`` of the trainer in the token's own step, ``ref`` of the reference; the ``ratio`` itself."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -163,6 +166,7 @@ class Trajectory:
     messages: list[Message]
     reward: float = 0.0
     rewards: dict[str, float] = field(default_factory=dict)  # named parts of `reward`
+    advantage: float | None = None  # what it was trained with, the mean over its tokens; None where it was not
     turn_rewards: list[float] = field(default_factory=list)
     success: bool | None = None
     stop_reason: StopReason = StopReason.DONE

@@ -49,37 +49,41 @@ def write_checkpoint(path: Path) -> None:
 
 def make_batch(seed: int = 0):
     """32 samples of 40 to 160 tokens, half of them sampled."""
-    from agentrl.trainer.batch import TrainBatch, TrainSample
+    from agentrl.algorithms import TrainBatch
+    from agentrl.types import Group, Segment, Task, Trajectory
 
     rng = np.random.default_rng(seed)
-    samples = []
-    for i in range(32):
+    samples, advantages = [], []
+    for _ in range(32):
         n = int(rng.integers(40, 160))
         mask = (rng.random(n) < 0.5).astype(np.uint8)
         mask[:8] = 0
         samples.append(
-            TrainSample(
+            Segment(
                 tokens=rng.integers(0, 2048, n).astype(np.int32),
                 loss_mask=mask,
                 logprobs=(mask * rng.normal(-7.6, 0.1, n)).astype(np.float32),
-                advantages=(mask * rng.normal()).astype(np.float32),
                 versions=np.where(mask, 0, -1).astype(np.int32),
-                trajectory_id=f"t{i}",
-                group_id=f"g{i // 8}",
+                prompt_length=int(mask.argmax()),
             )
         )
-    return TrainBatch.from_samples(samples)
+        advantages.append((mask * rng.normal()).astype(np.float32))
+    task, many = Task("task", 0), enumerate(samples)
+    trajectories = [Trajectory(f"t{i}", f"g{i // 8}", task, [segment], []) for i, segment in many]
+    batch = TrainBatch.from_groups([Group("g", task, trajectories)], {t.trajectory_id for t in trajectories})
+    return batch.with_columns(advantage=np.concatenate(advantages), old=batch["rollout"])
 
 
 def run(rank: int, ranks: int, names: list[str], listeners: list[socket.socket], checkpoint: str, out: str) -> None:
     """What one process does: every layout of this number of ranks, one after the other."""
-    from agentrl.trainer.megatron.trainer import MegatronTrainer, TrainerOptions
+    from agentrl.config.schema import TrainerOptions
+    from agentrl.trainer.megatron.trainer import MegatronTrainer
 
     batch, results = make_batch(), {}
     for name, listener in zip(names, listeners, strict=True):
         options = TrainerOptions(
-            lr=1e-3, use_kl_loss=True, kl_loss_coef=0.1, entropy_coef=0.01, temperature=0.8,
-            max_tokens_per_gpu=600, timeout_s=120, **LAYOUTS[name],
+            lr=1e-3, use_kl_loss=True, kl_loss_coef=0.1, entropy_coef=0.01, rollout_temperature=0.8,
+            max_tokens_per_gpu=600, distributed_timeout_minutes=2, logprob_abs_diff_stop=0.0, **LAYOUTS[name],
         )  # fmt: skip
         port = listener.getsockname()[1]
         if rank:
@@ -87,7 +91,8 @@ def run(rank: int, ranks: int, names: list[str], listeners: list[socket.socket],
         trainer = MegatronTrainer(
             rank, ranks, f"tcp://127.0.0.1:{port}", checkpoint, options, listener=None if rank else listener
         )
-        steps = [trainer.train(batch, num_steps=1) for _ in range(2)]
+        batch = batch.with_columns(**trainer.infer(batch, ["ref"]))
+        steps = [trainer.update(batch)[0] for _ in range(2)]
         results[name] = {key: [s[f"train/{key}"] for s in steps] for key in ("loss", "grad_norm", "kl_loss", "entropy")}
         trainer.close()
     if rank == 0:

@@ -43,10 +43,11 @@ def write_checkpoint(path: str, s: dict) -> None:
 
 def make_batch(s: dict, seed: int = 0):
     """Sequences of about 250 tokens, about 40 % of them sampled, in turns as an agent's are."""
-    from agentrl.trainer.batch import TrainBatch, TrainSample
+    from agentrl.algorithms import TrainBatch
+    from agentrl.types import Group, Segment, Task, Trajectory
 
     rng = np.random.default_rng(seed)
-    samples, total = [], 0
+    samples, advantages, total = [], [], 0
     while total < s["tokens"]:
         n = int(np.clip(rng.lognormal(np.log(240), 0.25), 60, 700))
         mask = np.zeros(n, np.uint8)
@@ -56,34 +57,35 @@ def make_batch(s: dict, seed: int = 0):
             mask[at : at + turn] = 1
             at += turn + int(rng.integers(20, 80))
         samples.append(
-            TrainSample(
+            Segment(
                 tokens=rng.integers(0, s["vocab"], n).astype(np.int32),
                 loss_mask=mask,
                 logprobs=(mask * -np.log(s["vocab"])).astype(np.float32),
-                advantages=(mask * rng.normal()).astype(np.float32),
                 versions=np.where(mask, 0, -1).astype(np.int32),
-                trajectory_id=f"t{len(samples)}",
-                group_id=f"g{len(samples) // 8}",
+                prompt_length=int(mask.argmax()),
             )
         )
+        advantages.append((mask * rng.normal()).astype(np.float32))
         total += n
-    return TrainBatch.from_samples(samples)
+    task, many = Task("task", 0), enumerate(samples)
+    trajectories = [Trajectory(f"t{i}", f"g{i // 8}", task, [segment], []) for i, segment in many]
+    batch = TrainBatch.from_groups([Group("g", task, trajectories)], {t.trajectory_id for t in trajectories})
+    return batch.with_columns(advantage=np.concatenate(advantages), old=batch["rollout"])
 
 
 class Bare:
     """A plain Megatron training step on given packed micro-batches."""
 
     def __init__(self, trainer, batch):
-        self.trainer = trainer
-        (step,) = trainer._schedule(batch, 1, None)
-        micro = [batch.micro_batch(samples) for samples in step.ranks[0]]
-        self.micro_batches = [trainer._to_device(m, old=False) for m in micro]
-        import torch
-
-        self.labels = [torch.from_numpy(np.roll(m.tokens, -1))[None] for m in micro]
+        self.core = trainer.policy.core
+        (step,) = self.core.schedule(batch)
+        self.micro_batches = [self.core.pack(batch, samples) for samples in step.ranks[0]]
+        self.labels = [packed.tokens.roll(-1) for packed in self.micro_batches]
 
     def step(self) -> None:
-        trainer = self.trainer
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        core = self.core
         data = iter(zip(self.micro_batches, self.labels, strict=True))
 
         def forward(iterator, model):
@@ -94,30 +96,31 @@ class Bare:
             )  # fmt: skip
             return losses, lambda x: (x.mean(), {"loss": x.detach().mean()})
 
-        trainer.ddp.zero_grad_buffer()
-        trainer.optimizer.zero_grad()
-        trainer._run(
-            forward_step_func=forward, data_iterator=data, model=trainer.ddp,
+        core.ddp.zero_grad_buffer()
+        core.optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=forward, data_iterator=data, model=core.ddp,
             num_microbatches=len(self.micro_batches), seq_length=1, micro_batch_size=1, forward_only=False,
         )  # fmt: skip
-        trainer.optimizer.step()
+        core.optimizer.step()
 
 
 def measure(name: str, threads: int, repeats: int, max_tokens: int) -> dict:
-    from agentrl.trainer.megatron.trainer import MegatronTrainer, TrainerOptions
+    from agentrl.config.schema import TrainerOptions
+    from agentrl.trainer.megatron.trainer import MegatronTrainer
 
     shape = SHAPES[name]
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(folder, shape)
-        options = TrainerOptions(lr=1e-5, max_tokens_per_gpu=max_tokens, threads=threads)
+        options = TrainerOptions(lr=1e-5, max_tokens_per_gpu=max_tokens, threads=threads, logprob_abs_diff_stop=0.0)
         trainer = MegatronTrainer(0, 1, f"file://{folder}/store", folder, options)
     batch = make_batch(shape)
     bare = Bare(trainer, batch)
-    trainer.train(batch)
+    trainer.update(batch)
     bare.step()
     ours_s, bare_s, cpu_s = [], [], {"ours": [], "bare": []}
     for n in range(repeats):
-        pair = [("ours", lambda: trainer.train(batch)), ("bare", bare.step)]
+        pair = [("ours", lambda: trainer.update(batch)), ("bare", bare.step)]
         seconds = {}
         for which, run in pair if n % 2 == 0 else reversed(pair):
             began, cpu = time.perf_counter(), time.process_time()

@@ -1,0 +1,44 @@
+"""Algorithms: from rewards to the credit of each token. One small file each; numpy only.
+
+``--advantage-estimator`` names one of :data:`ALGORITHMS`, or a class of your own as ``module:Class`` or
+``file.py:Class``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+from agentrl.algorithms.base import Algorithm, trainable, zero_variance_fraction
+from agentrl.algorithms.batch import TrainBatch
+from agentrl.algorithms.grpo import GRPO
+from agentrl.errors import ConfigError
+from agentrl.loading import is_spec, load_object
+
+if TYPE_CHECKING:
+    from agentrl.config.schema import AlgorithmOptions
+
+__all__ = ["ALGORITHMS", "Algorithm", "TrainBatch", "load_algorithm", "trainable", "zero_variance_fraction"]
+
+ALGORITHMS: dict[str, type[Algorithm]] = {cls.name: cls for cls in (GRPO,)}
+
+
+def load_algorithm(options: AlgorithmOptions) -> Algorithm:
+    """The algorithm of ``--advantage-estimator``.
+
+    Raises:
+        ConfigError: there is none of that name, or it is no :class:`Algorithm`.
+    """
+    given = options.advantage_estimator
+    if not is_spec(given):
+        if given in ALGORITHMS:
+            return ALGORITHMS[given](options)
+        near = difflib.get_close_matches(given, ALGORITHMS, n=1)
+        raise ConfigError(
+            f"--advantage-estimator {given!r}: expected one of {', '.join(ALGORITHMS)}, or a class of your own as "
+            "module:Class or file.py:Class." + (f" Did you mean {near[0]!r}?" if near else "")
+        )
+    found = load_object(given, "--advantage-estimator")
+    if not (isinstance(found, type) and issubclass(found, Algorithm)):
+        raise ConfigError(f"--advantage-estimator {given!r}: expected a subclass of agentrl.algorithms.Algorithm.")
+    return found(options)

@@ -20,10 +20,15 @@ DERIVED = {
     ),
     "eps_clip_high": ("eps_clip",),
     "ref_load": ("hf_checkpoint",),
+    "store_train_tokens": ("rollout_batch_size", "n_samples_per_prompt", "rollout_max_context_len"),
 }
 """Options that follow from others. A run's saved value of one is not kept when what it follows from is given anew."""
 
 AnyConfig = TypeVar("AnyConfig", Config, EvalConfig)
+
+
+STORED_TOKENS = 4_000_000
+"""Tokens of a rollout up to which each is stored with what it was trained with, unless told otherwise."""
 
 
 def batch_rule(config: Config, global_batch_size: Any, num_steps_per_rollout: Any) -> str:
@@ -52,9 +57,12 @@ def derive(config: AnyConfig) -> AnyConfig:
     changes |= _batch(config)
     changes["chat_template_date"] = config.chat_template_date or datetime.date.today().isoformat()
     changes["eps_clip_high"] = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
+    if config.store_train_tokens is None:
+        episodes = config.rollout_batch_size * config.n_samples_per_prompt
+        changes["store_train_tokens"] = episodes * config.rollout_max_context_len <= STORED_TOKENS
     if config.actor_num_gpus_per_node is None:
         changes["actor_num_gpus_per_node"] = max(1, -(-config.model_parallel_size // max(1, config.actor_num_nodes)))
-    if config.use_kl_loss:
+    if config.use_kl_loss or config.kl_coef:
         given = config.ref_load or changes.get("hf_checkpoint", config.hf_checkpoint)
         changes["ref_load"] = str(demo_folder()) if given == DEMO else given
     return config.replace(**changes)

@@ -24,7 +24,6 @@ NOT_AVAILABLE = {
     "async-buffer-size": "asynchronous training",
     "update-weights-interval": "asynchronous training",
     "max-staleness": "asynchronous training",
-    "kl-coef": "KL divergence as part of the reward (as part of the loss: --use-kl-loss)",
     "use-tis": _TIS,
     "tis-clip": _TIS,
     "tis-clip-low": _TIS,

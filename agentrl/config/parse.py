@@ -33,10 +33,6 @@ ALIASES = {
 
 _WHY_NOT = {
     ("kl_loss_type", "k1"): " (as a loss, k1 has an expected gradient of 0: it adds noise and holds nothing back)",
-    **{
-        ("advantage_estimator", name): f" ({name} is not available yet in this version)"
-        for name in ("gspo", "ppo", "reinforce_plus_plus", "rloo", "cispo")
-    },
 }
 
 

@@ -384,8 +384,9 @@ class CheckpointOptions:
 class AlgorithmOptions:
     """Algorithm"""
 
-    advantage_estimator: Literal["grpo"] = "grpo"
-    """How rewards become advantages; `grpo`: reward minus the group's mean, divided by its standard deviation."""
+    advantage_estimator: str = "grpo"
+    """How rewards become credit, and the loss that goes with it; `grpo`: reward minus the group's mean, divided by its
+    standard deviation. Or an algorithm of your own, `module:Class` or `file.py:Class` (docs/algorithms.md)."""
     grpo_std_normalization: bool = True
     """Divide by the group's standard deviation."""
     eps_clip: Annotated[float, Range(low=0.0, high=1.0, low_open=True)] = 0.2
@@ -395,6 +396,8 @@ class AlgorithmOptions:
     use_rollout_logprobs: bool = True
     """Take the old log-probabilities of the probability ratio from the engine that sampled; otherwise the trainer
     computes them anew before a rollout's first optimizer step, at the cost of a forward pass if there are several."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the KL divergence to the reference model in the reward: so much of it is taken from each reward."""
     use_kl_loss: bool = False
     """Add the KL divergence to the reference model to the loss."""
     kl_loss_coef: NonNegative = 0.001
@@ -493,6 +496,9 @@ class SyncOptions:
 class TrackingOptions:
     """Tracking"""
 
+    store_train_tokens: bool | None = None
+    """Store with each token what it was trained with: advantage, log-probabilities of trainer and reference, ratio.
+    Unset: on where a rollout has at most 4 million tokens."""
     tensorboard: bool = True
     """Write TensorBoard files into the run folder."""
     use_wandb: bool = False

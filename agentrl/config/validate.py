@@ -17,6 +17,7 @@ from agentrl.config.options import options
 from agentrl.config.schema import Config, EvalConfig
 from agentrl.config.template import template_problems
 from agentrl.errors import ConfigError
+from agentrl.loading import is_spec
 
 Explicit = Mapping[str, str]
 """Options that were given on purpose, and where (``--lr``, or file and key)."""
@@ -181,7 +182,7 @@ def _model(config: Config | EvalConfig) -> Iterator[str]:
             yield f"--hf-checkpoint {config.hf_checkpoint}: in config.json, {problem}."
         if (
             config.ref_load is not None
-            and config.use_kl_loss
+            and _has_reference(config)
             and isinstance(problem := _read_model(config.ref_load), str)
         ):
             yield f"--ref-load: {problem}"
@@ -219,11 +220,6 @@ def _batch(config: Config) -> Iterator[str]:
         yield (
             f"--global-batch-size {size} is less than the {config.data_parallel_size} data-parallel ranks: each "
             "needs at least one episode a step."
-        )
-    if config.n_samples_per_prompt < 2:
-        yield (
-            "--n-samples-per-prompt 1 teaches nothing: grpo compares the episodes of one task, and one alone has "
-            "advantage 0. Give at least 2."
         )
     if config.rollout_top_p != 1.0:
         yield (
@@ -272,10 +268,15 @@ def _numbers(config: Config) -> Iterator[str]:
         )
 
 
+def _has_reference(config: Config) -> bool:
+    return config.use_kl_loss or config.kl_coef > 0 or is_spec(config.advantage_estimator)
+
+
 _NEEDS: dict[str, tuple[Callable[[Config], bool], tuple[str, ...]]] = {
     "--no-use-dynamic-batch-size": (lambda c: not c.use_dynamic_batch_size, ("micro_batch_size",)),
     "--use-dynamic-batch-size": (lambda c: c.use_dynamic_batch_size, ("max_tokens_per_gpu",)),
-    "--use-kl-loss": (lambda c: c.use_kl_loss, ("kl_loss_coef", "kl_loss_type", "ref_load")),
+    "--use-kl-loss": (lambda c: c.use_kl_loss, ("kl_loss_coef", "kl_loss_type")),
+    "--use-kl-loss or --kl-coef": (lambda c: _has_reference(c), ("ref_load",)),
     "--use-wandb": (lambda c: c.use_wandb, ("wandb_project",)),
     "--lr-decay-style linear or cosine": (lambda c: c.lr_decay_style != "constant", ("min_lr",)),
     "--eval-interval": (

@@ -29,6 +29,9 @@ MESSAGE_FIELDS = ("role", "content", "reasoning_content", "name", "tool_call_id"
 SEGMENT_ARRAYS = {"tokens": np.int32, "loss_mask": np.uint8, "logprobs": np.float32, "versions": np.int32}
 """Arrays of a segment, one entry a token each."""
 
+TRAINED_ARRAYS = ("advantage", "correction", "old", "current", "ref", "ratio")
+"""Arrays of what a segment was trained with, float32, where they were kept."""
+
 
 def clean(text: str | None) -> str | None:
     """``text`` as valid Unicode: lone surrogates, which a model can produce, become ``\\udXXX`` escapes."""
@@ -98,6 +101,7 @@ def from_record(record: Mapping[str, Any], *, segments: bool = True) -> Trajecto
         Segment(
             **{name: np.asarray(s[name], dtype=dtype) for name, dtype in SEGMENT_ARRAYS.items()},
             prompt_length=int(s["prompt_length"]),
+            trained={n: np.asarray(v, np.float32) for n, v in (s.get("trained") or {}).items() if v is not None},
         )
         for s in (record["segments"] if segments else ())
     ]

@@ -8,7 +8,7 @@ the other columns are the fields of a line of ``trajectories.jsonl``. The schema
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agentrl.data.files import atomic_file, remove_partials, storage_errors
-from agentrl.data.records import MESSAGE_FIELDS, SCHEMA_VERSION, SEGMENT_ARRAYS, from_record, scalars
+from agentrl.data.records import (
+    MESSAGE_FIELDS,
+    SCHEMA_VERSION,
+    SEGMENT_ARRAYS,
+    TRAINED_ARRAYS,
+    from_record,
+    scalars,
+)
 from agentrl.errors import DataError
 from agentrl.types import Trajectory
 
@@ -77,6 +84,7 @@ def arrow_schema() -> pa.Schema:
         "info": pa.string(),
         "timings": pa.string(),
         "segments": pa.list_(segment),
+        "trained": pa.list_(pa.struct([(name, pa.list_(pa.float32())) for name in TRAINED_ARRAYS])),
     }
     return pa.schema(list(kinds.items()), metadata={_VERSION_KEY: str(SCHEMA_VERSION).encode()})
 
@@ -97,15 +105,29 @@ def _segments_column(trajectories: Sequence[Trajectory]) -> pa.Array:
     segments = [s for t in trajectories for s in t.segments]
     columns = [_list_column([getattr(s, name) for s in segments], dtype) for name, dtype in SEGMENT_ARRAYS.items()]
     columns.append(pa.array([s.prompt_length for s in segments], pa.int32()))
-    flat = pa.StructArray.from_arrays(columns, names=[*SEGMENT_ARRAYS, "prompt_length"])
+    return _of_trajectories(trajectories, pa.StructArray.from_arrays(columns, names=[*SEGMENT_ARRAYS, "prompt_length"]))
+
+
+def _trained_column(trajectories: Sequence[Trajectory], kind: pa.DataType) -> pa.Array:
+    """What each segment was trained with; null where nothing was kept."""
+    import pyarrow as pa
+
+    segments = [s for t in trajectories for s in t.segments]
+    if not any(s.trained for s in segments):
+        return pa.nulls(len(trajectories), kind)
+    columns = [pa.array([s.trained.get(name) for s in segments], pa.list_(pa.float32())) for name in TRAINED_ARRAYS]
+    return _of_trajectories(trajectories, pa.StructArray.from_arrays(columns, names=list(TRAINED_ARRAYS)))
+
+
+def _of_trajectories(trajectories: Sequence[Trajectory], flat: pa.Array) -> pa.Array:
+    import pyarrow as pa
+
     offsets = np.zeros(len(trajectories) + 1, dtype=np.int32)
     np.cumsum([len(t.segments) for t in trajectories], out=offsets[1:])
     return pa.ListArray.from_arrays(pa.array(offsets), flat)
 
 
-def _batch(
-    trajectories: Sequence[Trajectory], step: int, name: str, advantages: Mapping[str, float], schema: pa.Schema
-) -> pa.RecordBatch:
+def _batch(trajectories: Sequence[Trajectory], step: int, name: str, schema: pa.Schema) -> pa.RecordBatch:
     import pyarrow as pa
 
     rows = [scalars(t) for t in trajectories]
@@ -114,10 +136,13 @@ def _batch(
         if column.name == "segments":
             arrays.append(_segments_column(trajectories).cast(column.type))
             continue
+        if column.name == "trained":
+            arrays.append(_trained_column(trajectories, column.type))
+            continue
         if column.name in ("step", "name"):
             values: list[Any] = [step if column.name == "step" else name] * len(rows)
         elif column.name == "advantage":
-            values = [advantages.get(t.trajectory_id) for t in trajectories]
+            values = [t.advantage for t in trajectories]
         else:
             values = [row[column.name] for row in rows]
         arrays.append(pa.array(values, column.type))
@@ -144,21 +169,13 @@ class TrajectoryStore:
         """Where the part of set ``name`` at ``step`` lies."""
         return self.folder / f"{name}-{step:06d}.parquet"
 
-    def write(
-        self,
-        step: int,
-        trajectories: Iterable[Trajectory],
-        *,
-        name: str = "train",
-        advantages: Mapping[str, float] | None = None,
-    ) -> Path:
-        """Store the trajectories of one step, atomically.
+    def write(self, step: int, trajectories: Iterable[Trajectory], *, name: str = "train") -> Path:
+        """Store the trajectories of one step, atomically, in place of the part that is there.
 
         Args:
             step: Rollout the weights of which sampled them.
             trajectories: All of the step; an iterator is consumed in pieces of ``ROW_GROUP``.
             name: The set: ``train``, or ``eval-<set>``. Letters, digits, ``-``, ``_`` and ``.``.
-            advantages: Trajectory id -> advantage it was trained with, where it was trained.
 
         Raises:
             StorageError: Disk full or folder not writable; no part is left half-written.
@@ -180,7 +197,7 @@ class TrajectoryStore:
             ) as writer,
         ):
             for chunk in _chunks(trajectories, ROW_GROUP):
-                writer.write_batch(_batch(chunk, step, name, advantages or {}, schema))
+                writer.write_batch(_batch(chunk, step, name, schema))
         return path
 
     def parts(self, name: str | None = None) -> list[Part]:
@@ -204,7 +221,7 @@ class TrajectoryStore:
         if not tables:
             empty = arrow_schema().empty_table()
             return empty.select(columns) if columns else empty
-        return pa.concat_tables(tables)
+        return pa.concat_tables(tables, promote_options="default")
 
     def read(self, name: str | None = None, *, step: int | None = None, segments: bool = True) -> Iterator[Trajectory]:
         """The stored trajectories, one at a time; without ``segments`` tokens are left on disk.
@@ -260,12 +277,14 @@ def _read(path: Path, columns: list[str] | None) -> pa.Table:
 def _trajectories(path: Path, segments: bool) -> Iterator[Trajectory]:
     with _open(path) as file:
         if not segments:
-            columns = [name for name in file.schema_arrow.names if name != "segments"]
+            columns = [name for name in file.schema_arrow.names if name not in ("segments", "trained")]
             for batch in file.iter_batches(batch_size=ROW_GROUP, columns=columns):
                 yield from (from_record(row, segments=False) for row in batch.to_pylist())
             return
         for batch in file.iter_batches(batch_size=ROW_GROUP):
             rows = batch.drop_columns(["segments"]).to_pylist()
+            for row in rows:
+                row["trained"] = row.get("trained") or []  # null, or a part of before there was such a column
             column = batch.column("segments")
             flat, ends = column.flatten(), column.offsets.to_numpy() - column.offsets[0].as_py()
             arrays = {name: flat.field(name) for name in SEGMENT_ARRAYS}
@@ -275,6 +294,7 @@ def _trajectories(path: Path, segments: bool) -> Iterator[Trajectory]:
                     {
                         **{name: np.array(values[i].values) for name, values in arrays.items()},
                         "prompt_length": lengths[i],
+                        "trained": row["trained"][i - first] if row["trained"] else None,
                     }
                     for i in range(first, last)
                 ]

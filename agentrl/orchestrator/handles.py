@@ -6,16 +6,26 @@ Every call has a deadline, and a process that died is an error with its name and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import os
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from agentrl.algorithms import TrainBatch
+from agentrl.config.schema import Config, TrainerOptions
 from agentrl.data.files import FULL, storage_errors
 from agentrl.errors import AgentRLError
+from agentrl.orchestrator.watch import with_pulse
 from agentrl.progress import Progress
+from agentrl.rollout.setup import has_gpu
+from agentrl.trainer.ranks import SENDER_METHODS, TrainActor
 
 POLL_S = 0.5
+START_TIMEOUT_S = 300.0
+"""Longest wait for rank 0's process to be there."""
 
 
 async def within(what: str, seconds: float, *refs: Any) -> list[Any]:
@@ -27,12 +37,9 @@ async def within(what: str, seconds: float, *refs: Any) -> list[Any]:
     """
     from ray.exceptions import RayActorError, RayTaskError
 
-    async def one(ref: Any) -> Any:
-        return await ref
-
     try:
         async with asyncio.timeout(seconds):
-            return list(await asyncio.gather(*(one(ref) for ref in refs)))
+            return list(await asyncio.gather(*map(_one, refs)))
     except TimeoutError:
         raise AgentRLError(f"{what} did not finish within {seconds:.0f} s; see the logs in the run folder") from None
     except RayTaskError as error:
@@ -52,6 +59,73 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
+async def _one(ref: Any) -> Any:
+    return await ref
+
+
+def create_ranks(
+    cfg: Config, hf_checkpoint: str, placements: Sequence[Mapping[str, Any]], *, log_dir: str | Path | None = None
+) -> list[Any]:
+    """Start all ranks as Ray actors and have them form their world; returns at once but for rank 0's answer.
+
+    Rank 0 chooses where the others meet it. The first call to a rank waits until its model is loaded.
+
+    Args:
+        cfg: the run's configuration.
+        hf_checkpoint: directory of the model.
+        placements: one dict of Ray actor options a rank.
+        log_dir: folder for ``trainer-<rank>.log``.
+    """
+    import ray
+
+    threads = cfg.threads or max(1, (os.cpu_count() or 1) // len(placements))
+    options = cfg.section(TrainerOptions).replace(threads=threads)
+    sender = {
+        "bucket_bytes": cfg.update_weight_buffer_size,
+        "timeout": float(cfg.engine_timeout),
+        "tp": cfg.rollout_num_gpus_per_engine if has_gpu() else 1,
+    }
+    actor = with_pulse(TrainActor)
+    ranks = [
+        actor.options(**placement).remote(
+            rank,
+            len(placements),
+            hf_checkpoint,
+            options,
+            sender=sender,
+            nodes=cfg.actor_num_nodes,
+            log_file=str(Path(log_dir) / f"trainer-{rank}.log") if log_dir else None,
+            log_level=cfg.log_level,
+        )
+        for rank, placement in enumerate(placements)
+    ]
+    init_method = ray.get(ranks[0].meeting_point.remote(), timeout=START_TIMEOUT_S)
+    for rank in ranks:
+        rank.start.remote(init_method)
+    return ranks
+
+
+class RankSender:
+    """The weight sender of all ranks as the sync's state machine sees it (its ``Sender`` protocol).
+
+    Args:
+        ranks: handles of the Ray actors, in the order of their ranks.
+    """
+
+    def __init__(self, ranks: Sequence[Any]):
+        self._ranks = list(ranks)
+
+    def __getattr__(self, method: str) -> Any:
+        if method not in SENDER_METHODS:
+            raise AttributeError(method)
+
+        async def call(*args: Any) -> Any:
+            calls = [rank.sender.remote(method, *args) for rank in self._ranks]
+            return (await asyncio.gather(*map(_one, calls)))[0]
+
+        return call
+
+
 class TrainerGroup:
     """All Megatron ranks. ``deadline`` is seconds for one call."""
 
@@ -68,9 +142,24 @@ class TrainerGroup:
         """Wait until every rank has its model."""
         await self._all("starting the trainer", "ready")
 
-    async def train(self, batch: list[Any]) -> dict[str, float]:
-        """Train on a batch (a list that holds its reference in Ray's store); metrics of rank 0."""
-        return (await self._all("the training step", "train", batch[0], num_steps=self.num_steps))[0]
+    async def fetch(self, batch: list[Any]) -> TrainBatch:
+        """The batch itself (a list that holds its reference in Ray's store), as views into the store."""
+        return (await within("the batch", self.deadline, batch[0]))[0]
+
+    async def infer(self, batch: list[Any], names: Sequence[str]) -> dict[str, np.ndarray]:
+        """Columns of a batch by name."""
+        return (await self._all("the log-probabilities", "infer", batch[0], names))[0] if names else {}
+
+    async def update(
+        self, batch: list[Any], columns: Mapping[str, np.ndarray], *, keep: bool = False
+    ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+        """Train on a batch with these columns besides; metrics of rank 0, and what is kept of tokens."""
+        import ray
+
+        call = self._all(
+            "the training step", "update", batch[0], ray.put(dict(columns)), num_steps=self.num_steps, keep=keep
+        )
+        return (await call)[0]
 
     async def save(self, path: Path) -> None:
         """Every rank writes its part into ``path``."""
@@ -121,9 +210,9 @@ class RolloutGroup:
         call = self.manager.update_weights.remote(trainer.ranks, version)
         return (await within("the weight sync", self.deadline, call))[0]
 
-    async def mark_trained(self) -> None:
-        """The batch was trained on."""
-        await within("the data account", self.deadline, self.manager.mark_trained.remote())
+    async def mark_trained(self, columns: Mapping[str, np.ndarray]) -> None:
+        """The batch was trained on, with these columns."""
+        await within("the data account", self.deadline, self.manager.mark_trained.remote(dict(columns)))
 
     async def hold(self) -> None:
         """Have replaced engines wait for the next sync: the trainer's ranks are about to work together."""

@@ -16,8 +16,9 @@ from typing import Any
 
 from rich.text import Text
 
+from agentrl.algorithms import load_algorithm
 from agentrl.config.presets import demo_alone
-from agentrl.config.schema import Config
+from agentrl.config.schema import AlgorithmOptions, Config
 from agentrl.config.serialize import read_run_config, run_folder_of
 from agentrl.data.checkpoint import Checkpoint, CheckpointStore
 from agentrl.data.files import FULL, storage_errors
@@ -50,7 +51,7 @@ KILLED = (
 ADOPTIONS = 3
 """How often a fork tries to get hold of the newest checkpoint of a run that goes on."""
 PATHS = ("save", "save_hf", "hf_checkpoint", "ref_load", "chat_template")
-HOOKS = ("env", "custom_rm_path", "custom_generate_function_path", "data_source_path")
+HOOKS = ("env", "custom_rm_path", "custom_generate_function_path", "data_source_path", "advantage_estimator")
 
 
 def train(cfg: Config) -> int:
@@ -62,6 +63,7 @@ def train(cfg: Config) -> int:
     """
     cfg = with_absolute_paths(cfg)
     check_nodes(cfg.actor_num_nodes)
+    load_algorithm(cfg.section(AlgorithmOptions)).check(cfg.n_samples_per_prompt)
     check_environment(cfg)
     if cfg.deterministic:
         # Of the processes to come: an environment may go through a set of strings.
@@ -302,8 +304,8 @@ def settle(run: RunDir, checkpoints: CheckpointStore, start: int, progress: Prog
 
 def start_actors(cfg: Config, cluster: Cluster, run: RunDir) -> tuple[TrainerGroup, RolloutGroup]:
     """Create all actors; they start at the same time."""
+    from agentrl.orchestrator.handles import create_ranks
     from agentrl.orchestrator.manager import RolloutManager
-    from agentrl.trainer.ranks import create_ranks
 
     model = str(cfg.hf_checkpoint)
     world, engines = cfg.world_size, cfg.rollout_num_engines or 1

@@ -1,17 +1,21 @@
-"""The training loop, top to bottom: generate, train, save, sync, evaluate.
+"""The training loop, top to bottom: generate, infer, give credit, update, save, sync, evaluate.
 
 ``version`` is the number of rollouts the weights were trained on; engines report it with every token.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.text import Text
 
+from agentrl.algorithms import Algorithm, load_algorithm, zero_variance_fraction
+from agentrl.config.schema import AlgorithmOptions
 from agentrl.data.checkpoint import Best
 from agentrl.data.run_folder import scalars_of
 from agentrl.orchestrator.notices import Lasting, nothing_to_learn
@@ -39,6 +43,7 @@ async def training_loop(
     progress: Progress,
 ) -> None:
     """Train from rollout ``start`` to ``cfg.num_rollout``."""
+    algorithm = load_algorithm(cfg.section(AlgorithmOptions))
     watch = AgreementWatch(Bounds.of(cfg, gpu=has_gpu()).warn)
     progress.stage("syncing weights")
     synced = await rollout.update_weights(trainer, start)
@@ -61,15 +66,15 @@ async def training_loop(
             return
 
         progress.stage("training")
-        trained = await trainer.train(generated.batch)
-        await rollout.mark_trained()
+        trained, columns = await train(generated.batch, algorithm, trainer, keep=bool(cfg.store_train_tokens))
+        await rollout.mark_trained(columns)
 
         version = step + 1
         # Before the checkpoint: what a checkpoint holds must be in the metrics, should the run die in between.
         report(version, generated.metrics | trained | synced, began, run=run, progress=progress)
         progress.warn(lasting.say("lost", generated.lost))
         progress.warn(generated.dropped)
-        progress.warn(lasting.say("learning", nothing_to_learn(generated.metrics)))
+        progress.warn(lasting.say("learning", nothing_to_learn(generated.metrics | trained)))
         if warning := watch.warning(version, trained):
             log.warning(warning)
             progress.log(Text(warning, style="yellow"))
@@ -84,6 +89,21 @@ async def training_loop(
         if evaluates:
             await evaluate(rollout, version, run=run, progress=progress)
             keep_best(cfg, checkpoints=checkpoints, run=run, progress=progress)
+
+
+async def train(
+    reference: list[Any], algorithm: Algorithm, trainer: TrainerGroup, *, keep: bool
+) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Train on a batch; metrics, and the columns it was trained with: all with ``keep``, else ``advantage``."""
+    began, batch = time.monotonic(), await trainer.fetch(reference)
+    inferred = await trainer.infer(reference, algorithm.infers(batch.steps(trainer.num_steps)))
+    inferred_at, batch = time.monotonic(), batch.with_columns(**inferred)
+    given = await asyncio.to_thread(algorithm.prepare, batch)
+    batch = batch.with_columns(**given)
+    metrics, kept = await trainer.update(reference, inferred | given, keep=keep)
+    metrics["time/log_probs"] = inferred_at - began
+    metrics["rollout/zero_variance"] = zero_variance_fraction(batch)
+    return metrics, inferred | given | kept if keep else {"advantage": given["advantage"]}
 
 
 async def end_early(

@@ -15,8 +15,10 @@ from collections import deque
 from pathlib import Path
 from typing import Any, NoReturn
 
-from agentrl.algorithms.grpo import grpo
-from agentrl.config.schema import Config
+import numpy as np
+
+from agentrl.algorithms import TrainBatch, load_algorithm
+from agentrl.config.schema import AlgorithmOptions, Config
 from agentrl.data.account import DataBuffer, Draw, load_source
 from agentrl.data.deaths import TASK_DEATHS, FailedTasks, engines_failed, failures, lived, never_fits
 from agentrl.data.store import TrajectoryStore
@@ -40,7 +42,6 @@ from agentrl.rollout.setup import (
 )
 from agentrl.rollout.worker import EpisodeRunner
 from agentrl.tasks.source import TaskSource
-from agentrl.trainer.batch import TrainBatch
 from agentrl.types import Group, Outcome, StopReason, Trajectory
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ class RolloutManager:
         self._count(0)
         self._fresh: deque[Trajectory] = deque(maxlen=1)
         self._want_example = True
+        self.algorithm = load_algorithm(cfg.section(AlgorithmOptions))
+        self._last: tuple[int, list[Trajectory], TrainBatch] | None = None
         self._last_groups: list[str] = []
         self._last_dropped: list[str] = []
         self.failed = FailedTasks(self.run_dir / "failed_tasks.json")
@@ -167,15 +170,16 @@ class RolloutManager:
                 await asyncio.to_thread(self.store.write, step, [t for group in lost for t in group.trajectories])
             return None
         seconds = time.monotonic() - began
-        advantages = grpo(groups, normalize_std=self.cfg.grpo_std_normalization)
-        compared = {g.group_id for g in groups if any(t.trajectory_id in advantages for t in g.trajectories)}
+        chosen = self.algorithm.select(groups)
+        compared = {g.group_id for g in groups if any(t.trajectory_id in chosen for t in g.trajectories)}
         self._last_groups = [group.group_id for group in groups if group.group_id in compared]
         self._last_dropped = [group.group_id for group in groups if group.group_id not in compared]
         episodes = [t for group in [*lost, *groups] for t in group.trajectories]
-        await asyncio.to_thread(self.store.write, step, episodes, advantages=advantages)
-        self._refuse_if_incomparable(groups, advantages)
-        batch = TrainBatch.from_groups(groups, advantages)
-        metrics = rollout_metrics([*lost, *groups], advantages, seconds, self.version)
+        await asyncio.to_thread(self.store.write, step, episodes)
+        self._refuse_if_incomparable(groups, chosen)
+        batch = TrainBatch.from_groups(groups, chosen)
+        self._last = step, episodes, batch
+        metrics = rollout_metrics([*lost, *groups], seconds, self.version)
         after = self.client.metrics()
         metrics |= {f"engine/{k}": after[k] - before[k] for k in ("retries", "continuations", "failures")}
         prompt = after["prompt_tokens"] - before["prompt_tokens"]
@@ -295,7 +299,7 @@ class RolloutManager:
                 raise EngineError("the episodes were cancelled: the run is ending") from None
             raise
 
-    def _refuse_if_incomparable(self, groups: list[Group], advantages: dict[str, float]) -> None:
+    def _refuse_if_incomparable(self, groups: list[Group], chosen: set[str]) -> None:
         failed, total = failures(groups)
         for trajectory in failed[:3]:
             log.warning("episode %s: %s: %s", trajectory.episode_id, trajectory.stop_reason, trajectory.error)
@@ -303,7 +307,7 @@ class RolloutManager:
         late = f", {len(waited)} ran out of time ({waited[-1].error})" if waited else ""
         if waited:
             log.warning("not trained on: of %d episodes%s", total, late)
-        if not advantages:
+        if not chosen:
             raise AgentRLError(
                 f"no group of this rollout has two episodes that can be compared, so there is nothing to train on: "
                 f"{self.cfg.n_samples_per_prompt} episodes a task were asked for (--n-samples-per-prompt, at least 2), "
@@ -335,8 +339,14 @@ class RolloutManager:
         await asyncio.sleep(seconds)
         return os.getpid()
 
-    async def mark_trained(self) -> None:
-        """The optimizer has taken the last batch: its tasks count as trained, those that gave nothing as dropped."""
+    async def mark_trained(self, columns: dict[str, np.ndarray]) -> None:
+        """The optimizer has taken the last batch: its tasks count as trained, those that gave nothing as dropped. Its
+        episodes are stored with what they were trained with."""
+        if self._last is not None:
+            step, episodes, batch = self._last
+            self._last = None
+            batch.note_trained(episodes, columns, tokens=bool(self.cfg.store_train_tokens))
+            await asyncio.to_thread(self.store.write, step, episodes)
         self.buffer.mark_trained(self._last_groups)
         self.buffer.drop(self._last_dropped)
         self._last_groups, self._last_dropped = [], []
@@ -388,7 +398,7 @@ class RolloutManager:
         }
 
     def _attach(self, ranks: list[Any]) -> None:
-        from agentrl.trainer.ranks import RankSender
+        from agentrl.orchestrator.handles import RankSender
         from agentrl.weights.sync import WeightSync
 
         cfg = self.cfg

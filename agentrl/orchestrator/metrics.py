@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from agentrl.algorithms.grpo import zero_variance_fraction
 from agentrl.data.episodes import by_episode, reward_of, solved
 from agentrl.types import Group, Outcome, Trajectory
 
 
-def rollout_metrics(
-    groups: Sequence[Group], advantages: Mapping[str, float], seconds: float, version: int
-) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[Group], seconds: float, version: int) -> dict[str, float]:
     """What a rollout was like. Rates are in [0, 1], times in seconds, lengths in tokens.
 
     Episodes that failed for reasons of infrastructure are counted (``rollout/errors``) and enter nothing else. An
@@ -39,7 +36,6 @@ def rollout_metrics(
         "rollout/segments": _mean([len(t.segments) for t in scored]),
         "rollout/truncated": _mean([float(e[0].outcome is Outcome.TRUNCATED) for e in episodes]),
         "rollout/errors": float(len(all_episodes) - len(episodes)),
-        "rollout/zero_variance": zero_variance_fraction(dict(advantages)),
         "rollout/staleness_max": _staleness(scored, version),
         "rollout/tokens": float(generated),
         "rollout/tokens_per_s": generated / max(seconds, 1e-9),

@@ -1,74 +1,106 @@
-"""Loss terms on per-token log-probabilities. Knows no model, no parallelism and no algorithm.
+"""Loss terms on the sampled tokens of a micro-batch. Knows no model, no parallelism and no algorithm.
 
-Every term is a masked sum over sampled tokens divided by their number in the whole optimizer step,
-which is known before the step. So the loss is one mean over tokens, and how they are cut into
-micro-batches, packed or laid out over ranks does not enter.
+An algorithm names its terms. Each is a number a token; the loss of an optimizer step is their sum over its tokens,
+weighted by the column ``weight`` (:mod:`agentrl.algorithms.aggregation`), which was made before the step was cut. So
+how tokens are cut into micro-batches, packed or laid out over ranks does not enter.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from agentrl.algorithms import Algorithm
+from agentrl.config.schema import AlgorithmOptions
 from agentrl.errors import ConfigError
-
-KL_TYPES = ("k2", "k3", "low_var_kl")
-
-SUMS = (
-    "tokens", "loss", "pg_loss", "kl_loss", "entropy", "clip_fraction", "ppo_kl",
-    "mismatch", "mismatch_kl", "weight", "weight_squared",
-)  # fmt: skip
-"""Names of what :func:`token_loss` sums, in the order of its vector."""
 
 
 @dataclass(frozen=True)
-class LossOptions:
-    """What the loss is made of.
-
-    ``eps_clip`` and ``eps_clip_high``: the ratio is clipped to [1 - low, 1 + high].
-    ``kl_loss_coef`` 0 turns the KL term off, ``entropy_coef`` 0 the entropy bonus.
-    """
-
-    eps_clip: float = 0.2
-    eps_clip_high: float | None = None
-    kl_loss_coef: float = 0.0
-    kl_loss_type: str = "low_var_kl"
-    entropy_coef: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.kl_loss_type not in KL_TYPES:
-            raise ConfigError(f"--kl-loss-type {self.kl_loss_type!r} is not one of {', '.join(KL_TYPES)}")
-        if not 0 < self.eps_clip <= 1 or self.clip_high <= 0:
-            raise ConfigError(
-                f"--eps-clip {self.eps_clip} and --eps-clip-high {self.eps_clip_high}: the first must lie "
-                "between 0 and 1, the second above 0 (default: the first)"
-            )
-
-    @property
-    def clip_high(self) -> float:
-        return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
-
-
-def clipped_surrogate(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float
-) -> tuple[Tensor, Tensor]:
-    """PPO's clipped surrogate (arXiv:1707.06347, equation 7), bounds apart (DAPO, arXiv:2503.14476).
-
-    ``-min(ratio * A, clip(ratio, 1 - eps_low, 1 + eps_high) * A)`` with
-    ``ratio = exp(logprobs - old_logprobs)``.
+class Tokens:
+    """N sampled tokens of a micro-batch.
 
     Args:
-        logprobs, old_logprobs, advantages: float[N], one entry a sampled token.
-
-    Returns:
-        Loss float[N], and bool[N]: where the clipped branch is the smaller one (no gradient).
+        logprobs: float32[N] of the model in training, with gradient.
+        entropy: float32[N] of its next-token distribution, with gradient; None where no term asks for it.
+        columns: those of :class:`~agentrl.trainer.batch.MicroBatch` as tensors [N].
     """
-    ratio = torch.exp(logprobs - old_logprobs)
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - eps_low, 1 + eps_high)
-    return torch.maximum(unclipped, clipped), clipped > unclipped
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    columns: Mapping[str, Tensor]
+
+    def __getitem__(self, column: str) -> Tensor:
+        if column not in self.columns:
+            raise ConfigError(
+                f"a loss term asks for {column!r}, which is not there; there are {', '.join(self.columns)}. What the "
+                "trainer infers before the update is named in the algorithm's `needs`"
+            )
+        return self.columns[column]
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log(policy / old policy), float32[N] with gradient: of the token, or of its trajectory where the algorithm
+        has a ``sequence_ratio``. Without a column ``old`` the model as it stands is the old policy."""
+        if "log_ratio" in self.columns:
+            return self.columns["log_ratio"] + (self.logprobs - self.logprobs.detach())
+        return self.logprobs - self.columns.get("old", self.logprobs.detach())
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of the loss.
+
+    Args:
+        metric: reported as ``train/<metric>``, the weighted mean of ``values``.
+        values: float32[N] with gradient.
+        coef: what the term counts for in the loss.
+        metrics: further numbers a token, [N], reported as means.
+    """
+
+    metric: str
+    values: Tensor
+    coef: float = 1.0
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+TermFunction = Callable[[Tokens, AlgorithmOptions], Term | None]
+
+
+def clipped_surrogate(tokens: Tokens, options: AlgorithmOptions) -> Term:
+    """PPO's clipped surrogate (arXiv:1707.06347, equation 7), bounds apart (DAPO, arXiv:2503.14476).
+
+    ``-min(ratio * A, clip(ratio, 1 - eps_clip, 1 + eps_clip_high) * A)``, times the column ``correction`` if there.
+    """
+    ratio, advantage = torch.exp(tokens.log_ratio), tokens["advantage"]
+    high = options.eps_clip if options.eps_clip_high is None else options.eps_clip_high
+    unclipped = -advantage * ratio
+    clipped = -advantage * ratio.clamp(1 - options.eps_clip, 1 + high)
+    values = torch.maximum(unclipped, clipped)
+    if "correction" in tokens.columns:
+        values = values * tokens["correction"]
+    return Term("pg_loss", values, metrics={"clip_fraction": clipped > unclipped})
+
+
+def kl(tokens: Tokens, options: AlgorithmOptions) -> Term | None:
+    """``--kl-loss-coef`` times the estimate of KL(policy || reference), with ``--use-kl-loss``."""
+    if not (options.use_kl_loss and options.kl_loss_coef):
+        return None
+    return Term("kl_loss", kl_estimate(tokens.logprobs, tokens["ref"], options.kl_loss_type), options.kl_loss_coef)
+
+
+def entropy(tokens: Tokens, options: AlgorithmOptions) -> Term | None:
+    """Minus ``--entropy-coef`` times the entropy of the next token."""
+    if not options.entropy_coef:
+        return None
+    if tokens.entropy is None:
+        raise ConfigError("an entropy bonus needs the entropy of the model")
+    return Term("entropy", tokens.entropy, -options.entropy_coef)
+
+
+TERMS: dict[str, TermFunction] = {f.__name__: f for f in (clipped_surrogate, kl, entropy)}
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
@@ -89,96 +121,87 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     if kind == "low_var_kl":
         d = d.clamp(-20, 20)
         return (torch.expm1(-d) + d).clamp(-10, 10)
-    raise ConfigError(f"--kl-loss-type {kind!r} is not one of {', '.join(KL_TYPES)}")
+    raise ConfigError(f"--kl-loss-type {kind!r} is not one of k2, k3, low_var_kl")
 
 
-def token_loss(
-    logprobs: Tensor,
-    entropy: Tensor | None,
-    *,
-    advantages: Tensor,
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    ref_logprobs: Tensor | None,
-    options: LossOptions,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of the loss over the sampled tokens of one micro-batch.
+class Loss:
+    """The terms of an algorithm as one loss.
 
-    Args:
-        logprobs: float32[N] of the model in training, with gradient.
-        entropy: float32[N] of its next-token distribution (with gradient where
-            ``options.entropy_coef`` is not 0), or None: then the metric is the one-sample
-            estimate -logprobs.
-        advantages, old_logprobs, rollout_logprobs: float32[N].
-        ref_logprobs: float32[N], needed where ``options.kl_loss_coef`` is not 0.
-
-    Returns:
-        The sum, to be divided by the number of sampled tokens in the step; float64[len(SUMS)] of
-        sums for metrics; the largest |logprobs - rollout_logprobs|.
+    Raises:
+        ConfigError: a term is neither one of :data:`TERMS` nor a method of the algorithm.
     """
-    pg, clipped = clipped_surrogate(
-        logprobs, old_logprobs, advantages, eps_low=options.eps_clip, eps_high=options.clip_high
-    )
-    total = pg_sum = pg.sum()
-    kl_sum = None
-    if options.kl_loss_coef:
-        if ref_logprobs is None:
-            raise ConfigError("a KL loss needs reference log-probabilities; set --ref-load or --hf-checkpoint")
-        kl_sum = kl_estimate(logprobs, ref_logprobs, options.kl_loss_type).sum()
-        total = total + options.kl_loss_coef * kl_sum
-    if options.entropy_coef:
-        if entropy is None:
-            raise ConfigError("an entropy bonus needs the entropy of the model")
-        total = total - options.entropy_coef * entropy.sum()
-    with torch.no_grad():
-        lp = logprobs.detach()
-        d = lp - rollout_logprobs
-        weight = torch.exp(d)
-        zero = lp.new_zeros(())
-        sums = torch.stack(
-            [
-                zero + lp.numel(),
-                total.detach(),
-                pg_sum.detach(),
-                zero if kl_sum is None else kl_sum.detach(),
-                (-lp if entropy is None else entropy.detach()).sum(),
-                clipped.sum(),
-                (old_logprobs - lp).sum(),
-                d.abs().sum(),
-                (torch.expm1(d) - d).sum(),
-                weight.sum(),
-                weight.square().sum(),
-            ]
-        ).double()
-        largest = d.abs().max() if d.numel() else zero
-    return total, sums, largest
+
+    def __init__(self, algorithm: Algorithm, options: AlgorithmOptions):
+        self._options = options
+        self._terms: list[TermFunction] = []
+        for name in algorithm.terms:
+            term = getattr(algorithm, name, None) or TERMS.get(name)
+            if term is None:
+                raise ConfigError(
+                    f"--advantage-estimator {algorithm.name}: its loss term {name!r} is neither one of "
+                    f"{', '.join(TERMS)} nor a method of the class"
+                )
+            self._terms.append(term)
+        self.wants_entropy = "entropy" in algorithm.terms and options.entropy_coef != 0
+
+    def __call__(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Loss of a micro-batch, a weighted sum over its tokens; weighted sums for :func:`metrics_of`, float64; the
+        largest |log-probability of the trainer - of the engine|."""
+        weight = tokens["weight"]
+        total = weight.new_zeros(())
+        means: dict[str, Tensor] = {}
+        terms = [term for function in self._terms if (term := function(tokens, self._options)) is not None]
+        for term in terms:
+            total = total + term.coef * (weight * term.values).sum()
+            means |= {term.metric: term.values, **term.metrics}
+        with torch.no_grad():
+            d = tokens.logprobs.detach() - tokens["rollout"]
+            ratio = torch.exp(d)
+            means.setdefault("entropy", -tokens.logprobs)  # the one-sample estimate, where no term has the exact one
+            means |= {
+                "ppo_kl": -tokens.log_ratio,
+                "logprob_abs_diff_mean": d.abs(),
+                "rollout_kl": torch.expm1(d) - d,
+                "importance": ratio,
+                "importance_squared": ratio.square(),
+            }
+            weight = weight.double()
+            sums = {name: (weight * values.detach().double()).sum() for name, values in means.items()}
+            sums["loss"] = weight.new_zeros(()) + sum(term.coef * sums[term.metric] for term in terms)
+            sums |= {"weight": weight.sum(), "sampled_tokens": weight.new_tensor(d.numel())}
+            return total, sums, d.abs().max() if d.numel() else d.new_zeros(())
+
+    def names(self) -> list[str]:
+        """Names of the sums, the same on every rank, also one that has no last layer."""
+        none = torch.zeros(0)
+        floats = ("weight", "rollout", "versions", "old", "ref", "advantage", "log_ratio", "correction")
+        columns = dict.fromkeys(floats, none)
+        whose = dict.fromkeys(("sequence", "trajectory", "turn", "group"), none.long())
+        return list(self(Tokens(none, none, columns | whose))[1])
 
 
 MISMATCH = ("train/logprob_abs_diff_mean", "train/logprob_abs_diff_max", "train/rollout_kl", "train/ess")
 """Metrics that compare the trainer with the engine."""
 
 
-def metrics_from_sums(sums: dict[str, float], largest: float) -> dict[str, float]:
-    """Means over the tokens of a step from the sums of :func:`token_loss`.
+def metrics_of(sums: Mapping[str, float], largest: float, scale: float) -> dict[str, float]:
+    """Metrics of an optimizer step from the sums of :class:`Loss`.
 
     ``logprob_abs_diff_*``, ``rollout_kl`` and ``ess`` compare the trainer's log-probabilities (before the
     update) with those the engine gave: mean and largest |difference|, the k3 estimate of
     KL(engine || trainer), and the effective sample size of the importance weights as a share of
     the tokens (1 = on policy).
+
+    Args:
+        scale: factor in the weights that is not part of the loss.
     """
-    n = max(sums["tokens"], 1.0)
-    mean = {name: sums[name] / n for name in SUMS}
-    squares = sums["weight_squared"]
-    return {
-        "train/loss": mean["loss"],
-        "train/pg_loss": mean["pg_loss"],
-        "train/kl_loss": mean["kl_loss"],
-        "train/entropy": mean["entropy"],
-        "train/clip_fraction": mean["clip_fraction"],
-        "train/ppo_kl": mean["ppo_kl"],
-        "train/logprob_abs_diff_mean": mean["mismatch"],
+    rest = dict(sums)
+    weight, loss, tokens = rest.pop("weight"), rest.pop("loss"), rest.pop("sampled_tokens")
+    mean = {name: value / weight if weight else 0.0 for name, value in rest.items()}
+    squared, importance = mean.pop("importance_squared"), mean.pop("importance")
+    return {f"train/{name}": value for name, value in mean.items()} | {
+        "train/loss": loss / scale,
         "train/logprob_abs_diff_max": largest,
-        "train/rollout_kl": mean["mismatch_kl"],
-        "train/ess": sums["weight"] ** 2 / (n * squares) if squares > 0 else 1.0,
-        "train/sampled_tokens": sums["tokens"],
+        "train/ess": importance**2 / squared if squared > 0 else 1.0,
+        "train/sampled_tokens": tokens,
     }

@@ -17,14 +17,15 @@ from dataclasses import dataclass
 
 from agentrl.errors import ConfigError
 
-MicroBatch = tuple[int, ...]
+Samples = tuple[int, ...]
+"""The samples of one micro-batch."""
 
 
 @dataclass(frozen=True)
 class Step:
     """One optimizer step. ``ranks[r][m]`` are the sample indices of micro-batch m of rank r."""
 
-    ranks: tuple[tuple[MicroBatch, ...], ...]
+    ranks: tuple[tuple[Samples, ...], ...]
 
     @property
     def num_micro_batches(self) -> int:
@@ -150,7 +151,7 @@ def _deal(bins: list[list[int]], lengths: Sequence[int], dp: int) -> Step:
     """Give bins to ranks in rounds of ``dp``, the heaviest to the rank with least so far."""
     load = {n: sum(lengths[i] for i in b) for n, b in enumerate(bins)}
     heaviest_first = sorted(load, key=lambda n: (-load[n], n))
-    ranks: list[list[MicroBatch]] = [[] for _ in range(dp)]
+    ranks: list[list[Samples]] = [[] for _ in range(dp)]
     totals = [0] * dp
     for start in range(0, len(bins), dp):
         lightest_first = sorted(range(dp), key=lambda r: (totals[r], r))

@@ -5,27 +5,26 @@ Every method of :class:`TrainActor` is collective: the driver calls it on all ra
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from agentrl.algorithms import TrainBatch
+from agentrl.config.schema import TrainerOptions
 from agentrl.data.files import storage_errors
 from agentrl.errors import AgentRLError, WeightSyncError
-from agentrl.orchestrator.watch import with_pulse
 from agentrl.processes.signals import write_log_to
 from agentrl.processes.warden import scratch_folder
 
 if TYPE_CHECKING:
-    from agentrl.config.schema import Config
-    from agentrl.trainer.batch import TrainBatch
+    from agentrl.trainer.megatron.trainer import MegatronTrainer
+    from agentrl.weights.sender import WeightSender
 
-START_TIMEOUT_S = 300.0
-"""Longest wait for rank 0's process to be there."""
 SENDER_METHODS = ("listen", "connect", "start", "broadcast", "checksums", "save", "drop", "abort")
 
 
@@ -35,8 +34,8 @@ class TrainActor:
     Args:
         rank, world_size: of this process.
         hf_checkpoint: directory of the model.
-        options: keyword arguments of :class:`TrainerOptions`.
-        sender: keyword arguments of :class:`~agentrl.weights.sender.WeightSender`, save those that
+        options: what the trainer reads of the run's options.
+        sender: keyword arguments of :class:`~agentrl.weights.sender.WeightSender`, except those that
             follow from the model.
         nodes: machines the ranks are on; with one, everything stays on the loopback interface.
         log_file: where this process's log goes; None: standard error.
@@ -48,7 +47,7 @@ class TrainActor:
         rank: int,
         world_size: int,
         hf_checkpoint: str,
-        options: Mapping[str, Any],
+        options: TrainerOptions,
         *,
         sender: Mapping[str, Any] | None = None,
         nodes: int = 1,
@@ -56,13 +55,13 @@ class TrainActor:
         log_level: str = "info",
     ):
         self.rank, self.world_size, self._nodes = rank, world_size, nodes
-        self._hf_checkpoint, self._options = hf_checkpoint, dict(options)
+        self._hf_checkpoint, self._options = hf_checkpoint, options
         self._sender_options = dict(sender or {})
-        self._trainer: Any = None
+        self._trainer: MegatronTrainer | None = None
+        self._sender: WeightSender | None = None
         self._listener: socket.socket | None = None
         self._folder: str | None = None
         self._failure: Exception | None = None
-        self._sender: Any = None
         write_log_to(log_file, log_level, who=f"rank {rank}")
 
     def meeting_point(self) -> str:
@@ -76,18 +75,18 @@ class TrainActor:
 
     def start(self, init_method: str) -> None:
         """Join the other ranks and load the model. Heavy imports happen here."""
-        os.environ["OMP_NUM_THREADS"] = str(self._options.get("threads", 1))
+        os.environ["OMP_NUM_THREADS"] = str(self._options.threads or 1)
         # Threads that wait must sleep: spinning ones made a step 7 times slower on two cores shared with engines.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         try:
-            from agentrl.trainer.megatron.trainer import MegatronTrainer, TrainerOptions
+            from agentrl.trainer.megatron.trainer import MegatronTrainer
 
             self._trainer = MegatronTrainer(
                 self.rank,
                 self.world_size,
                 init_method,
                 self._hf_checkpoint,
-                TrainerOptions(**self._options),
+                self._options,
                 listener=self._listener,
             )
         except Exception as error:
@@ -102,14 +101,18 @@ class TrainActor:
             raise AgentRLError(f"trainer rank {self.rank} was asked to work before it was started")
         return True
 
-    def train(self, batch: TrainBatch, *, num_steps: int = 1) -> dict[str, float]:
-        """See :meth:`MegatronTrainer.train`."""
-        return self._trainer.train(batch, num_steps=num_steps)
+    def infer(self, batch: TrainBatch, names: Sequence[str]) -> dict[str, np.ndarray] | None:
+        """See :meth:`MegatronTrainer.infer`; None on ranks other than 0."""
+        columns = self._trainer.infer(batch, names)
+        return columns if self.rank == 0 else None
 
-    def log_probs(self, batch: TrainBatch, which: str = "actor") -> Any:
-        """See :meth:`MegatronTrainer.log_probs`; None on ranks other than 0."""
-        values = self._trainer.log_probs(batch, which)
-        return values if self.rank == 0 else None
+    def update(
+        self, batch: TrainBatch, columns: Mapping[str, np.ndarray], *, num_steps: int = 1, keep: bool = False
+    ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+        """See :meth:`MegatronTrainer.update`. ``columns`` are those that the batch got since it was made; what is
+        handed back of tokens is on rank 0 only."""
+        metrics, kept = self._trainer.update(batch.with_columns(**columns), num_steps=num_steps, keep=keep)
+        return metrics, kept if self.rank == 0 else {}
 
     def save(self, path: str) -> None:
         """See :meth:`MegatronTrainer.save`. Raises StorageError when the disk is full."""
@@ -138,14 +141,15 @@ class TrainActor:
         result = getattr(self._sender, method)(*args)
         return result if self.rank == 0 else None
 
-    def _make_sender(self) -> Any:
+    def _make_sender(self) -> WeightSender:
         from agentrl.weights.sender import WeightSender
 
-        trainer, config = self._trainer, self._trainer.bridge.hf_config
+        core = self._trainer.policy.core
+        config = core.bridge.hf_config
         return WeightSender(
-            trainer.export,
+            core.export,
             rank=self.rank,
-            backend="nccl" if trainer.device.type == "cuda" else "gloo",
+            backend="nccl" if core.device.type == "cuda" else "gloo",
             tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
             num_kv_heads=getattr(config, "num_key_value_heads", None),
             **self._sender_options,
@@ -164,82 +168,6 @@ class TrainActor:
             self._trainer.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-
-class RankSender:
-    """The weight sender of all ranks as the sync's state machine sees it (its ``Sender`` protocol).
-
-    Args:
-        ranks: handles of the Ray actors, in the order of their ranks.
-    """
-
-    def __init__(self, ranks: Sequence[Any]):
-        self._ranks = list(ranks)
-
-    def __getattr__(self, method: str) -> Any:
-        if method not in SENDER_METHODS:
-            raise AttributeError(method)
-
-        async def call(*args: Any) -> Any:
-            calls = [rank.sender.remote(method, *args) for rank in self._ranks]
-            return (await asyncio.gather(*(_awaited(c) for c in calls)))[0]
-
-        return call
-
-
-async def _awaited(ref: Any) -> Any:
-    return await ref
-
-
-def create_ranks(
-    cfg: Config, hf_checkpoint: str, placements: Sequence[Mapping[str, Any]], *, log_dir: str | Path | None = None
-) -> list[Any]:
-    """Start all ranks as Ray actors and have them form their world; returns at once but for rank 0's answer.
-
-    Rank 0 chooses where the others meet it. The first call to a rank waits until its model is loaded.
-
-    Args:
-        cfg: the run's configuration.
-        hf_checkpoint: directory of the model.
-        placements: one dict of Ray actor options a rank.
-        log_dir: folder for ``trainer-<rank>.log``.
-    """
-    import ray
-
-    from agentrl.rollout.setup import has_gpu
-    from agentrl.trainer.agreement import Bounds
-    from agentrl.trainer.megatron.options import TrainerOptions
-
-    threads = cfg.threads or max(1, (os.cpu_count() or 1) // len(placements))
-    stop = Bounds.of(cfg, gpu=has_gpu()).stop
-    options = _plain(TrainerOptions.from_config(cfg, threads=threads, logprob_abs_diff_stop=stop))
-    sender = {
-        "bucket_bytes": cfg.update_weight_buffer_size,
-        "timeout": float(cfg.engine_timeout),
-        "tp": cfg.rollout_num_gpus_per_engine if has_gpu() else 1,
-    }
-    actor = with_pulse(TrainActor)
-    ranks = [
-        actor.options(**placement).remote(
-            rank,
-            len(placements),
-            hf_checkpoint,
-            options,
-            sender=sender,
-            nodes=cfg.actor_num_nodes,
-            log_file=str(Path(log_dir) / f"trainer-{rank}.log") if log_dir else None,
-            log_level=cfg.log_level,
-        )
-        for rank, placement in enumerate(placements)
-    ]
-    init_method = ray.get(ranks[0].meeting_point.remote(), timeout=START_TIMEOUT_S)
-    for rank in ranks:
-        rank.start.remote(init_method)
-    return ranks
-
-
-def _plain(options: Any) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in options.__dataclass_fields__}
 
 
 def _node_address() -> str:

@@ -273,7 +273,7 @@ class WeightSender:
 
         The folder appears under its name only when it is complete.
         """
-        from agentrl.trainer.megatron.tensor_file import save_tensors
+        from agentrl.data.tensor_file import save_tensors
 
         partial = Path(f"{path}.partial")
         total = 0

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from agentrl.algorithms.grpo import GRPO_EPS, grpo, zero_variance_fraction
-from agentrl.errors import DataError
+from agentrl.algorithms import TrainBatch, zero_variance_fraction
+from agentrl.algorithms.grpo import EPS, GRPO
+from agentrl.config.schema import AlgorithmOptions
+from agentrl.errors import ConfigError, DataError
 from agentrl.types import Group, Segment, StopReason, Task, Trajectory
 
 TASK = Task("task", 0)
@@ -23,12 +25,22 @@ def group(rewards, name="g", **kwargs):
     return Group(name, TASK, [trajectory(f"{name}{i}", r, name, **kwargs) for i, r in enumerate(rewards)])
 
 
+def grpo(groups, columns=None, **options):
+    """Trajectory id -> advantage."""
+    algorithm = GRPO(AlgorithmOptions(**options))
+    batch = TrainBatch.from_groups(groups, algorithm.select(groups)).with_columns(**columns or {})
+    batch = batch.with_columns(**algorithm.prepare(batch))
+    assert (batch["advantage"][batch.loss_mask == 0] == 0).all()
+    return dict(zip(batch.trajectory_ids, batch.sums(batch["advantage"]).tolist(), strict=True))
+
+
 @pytest.mark.parametrize("rewards", [[0, 1], [0.0, 0.5, 1.0, 1.0], [3.0, -2.0, 0.1]])
 def test_equals_the_papers_formula(rewards):
     r = np.array(rewards, np.float64)
-    expected = (r - r.mean()) / (r.std(ddof=1) + GRPO_EPS)
-    assert list(grpo([group(rewards)]).values()) == pytest.approx(expected.tolist())
-    assert list(grpo([group(rewards)], normalize_std=False).values()) == pytest.approx((r - r.mean()).tolist())
+    expected = (r - r.mean()) / (r.std(ddof=1) + EPS)
+    assert list(grpo([group(rewards)]).values()) == pytest.approx(expected.tolist(), rel=1e-6)
+    plain = grpo([group(rewards)], grpo_std_normalization=False)
+    assert list(plain.values()) == pytest.approx((r - r.mean()).tolist(), rel=1e-6)
 
 
 def test_groups_do_not_touch_and_order_does_not_matter():
@@ -62,7 +74,11 @@ def test_zero_variance_gives_exact_zeros_and_stays():
     advantages = grpo([group([0.1] * 7)])
     assert len(advantages) == 7
     assert set(advantages.values()) == {0.0}
-    assert zero_variance_fraction(advantages) == 1.0
+
+
+def test_the_share_without_variance_counts_trajectories():
+    batch = TrainBatch.from_groups([group([0, 1, 2], "a")], {"a0", "a1", "a2"})
+    assert zero_variance_fraction(batch.with_columns(advantage=batch.spread(np.array([0.0, 1.0, 0.0])))) == 2 / 3
 
 
 def test_fewer_than_two_members_are_left_out():
@@ -87,3 +103,18 @@ def test_one_id_twice_is_an_error():
     twice = Group("a", TASK, [trajectory("x", 0.0, "a"), trajectory("x", 1.0, "a")])
     with pytest.raises(DataError, match="twice"):
         grpo([twice])
+
+
+def test_one_episode_a_task_is_refused_for_what_compares():
+    with pytest.raises(ConfigError, match="--n-samples-per-prompt 1 teaches nothing: grpo compares"):
+        GRPO(AlgorithmOptions()).check(1)
+
+
+def test_kl_in_the_reward_is_taken_from_it_before_the_groups_mean():
+    """RLOO's equation 1: r - beta * log(pi / ref), summed over the trajectory."""
+    ref = np.array([0, 0, -1.0, 0, 0, -3.0], np.float32)
+    options = {"kl_coef": 0.5, "grpo_std_normalization": False}
+    advantages = grpo([group([1.0, 1.0], "a")], {"ref": ref}, **options)
+    assert advantages == {"a0": 0.5, "a1": -0.5}  # rewards 1 - 0.5 and 1 - 1.5
+    assert GRPO(AlgorithmOptions(kl_coef=0.5)).infers(1) == ("ref",)
+    assert GRPO(AlgorithmOptions(kl_coef=0.5, use_rollout_logprobs=False)).infers(1) == ("old", "ref")

@@ -97,7 +97,6 @@ def test_negative_numbers_are_values(refused):
         (("--colocate",), ("--colocate", "not available yet")),
         (("--partial-rollout",), ("not available yet",)),
         (("--async-buffer-size", "2"), ("not available yet",)),
-        (("--advantage-estimator", "gspo"), ("--advantage-estimator", "grpo", "'gspo'", "not available yet")),
         (("--lr", "fast"), ("--lr", "a number", "'fast'")),
         (("--lr", "nan"), ("--lr", "a number", "'nan'")),
         (("--num-rollout", "2.5"), ("--num-rollout", "a whole number", "'2.5'")),

@@ -50,7 +50,6 @@ def test_a_derived_batch_always_satisfies_the_rule(batch, samples, size, steps):
         (("--rollout-batch-size", "0"), ("--rollout-batch-size", "at least 1", "0")),
         (("--rollout-temperature", "0"), ("--rollout-temperature", "more than 0")),
         (("--adam-beta2", "1"), ("--adam-beta2", "to below 1")),
-        (("--n-samples-per-prompt", "1"), ("--n-samples-per-prompt 1", "at least 2")),
         (("--rollout-max-response-len", "8192"), ("--rollout-max-response-len 8192", "--rollout-max-context-len 8192")),
         (("--rollout-max-context-len", "20000"), ("20000", "max_position_embeddings 16384")),
         (("--tensor-model-parallel-size", "3"), ("--tensor-model-parallel-size 3", "num_attention_heads 4")),
@@ -97,7 +96,7 @@ def test_refused_with_the_numbers(refused, flags, parts):
 
 
 def test_all_problems_are_reported_together(refused):
-    message = refused("--rollout-top-p", "0.5", "--sequence-parallel", "--n-samples-per-prompt", "1")
+    message = refused("--rollout-top-p", "0.5", "--sequence-parallel", "--lr-warmup-steps", "9999")
     assert len(message.splitlines()) == 3
 
 

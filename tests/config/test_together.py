@@ -50,22 +50,22 @@ def test_small_commands_say_it_at_once_too():
 
 def test_needless_flags_are_accepted_with_a_note(model, monkeypatch, capsys):
     flags = ["--env", "search", "--hf-checkpoint", model, "--balance-data", "--vocab-size", "151936", "--swiglu"]
-    flags += ["--use-fault-tolerance", "--kl-coef", "0.00", "--attention-backend", "flash", "--lr", "1e-5"]
+    flags += ["--use-fault-tolerance", "--attention-backend", "flash", "--lr", "1e-5"]
     resolved = resolve(Config, flags)
-    assert resolved.config.lr == 1e-5 and len(resolved.notes) == 6
+    assert resolved.config.lr == 1e-5 and len(resolved.notes) == 5
     monkeypatch.setattr("agentrl.cli.train.require", lambda *_: None)
     monkeypatch.setattr("agentrl.orchestrator.launch.train", lambda config: 0)
     assert train_command(flags) == 0
     said = capsys.readouterr().err.splitlines()
     assert "note: --balance-data has no effect: micro-batches are always balanced over the ranks." in said
-    assert sum(line.startswith("note: ") for line in said) == 6
+    assert sum(line.startswith("note: ") for line in said) == 5
 
 
 def test_needless_keys_of_a_file_are_accepted_with_a_note(model, tmp_path):
     file = tmp_path / "run.json"
-    file.write_text(json.dumps({"env": "search", "hf_checkpoint": model, "balance_data": True, "kl_coef": 0.0}))
+    file.write_text(json.dumps({"env": "search", "hf_checkpoint": model, "balance_data": True}))
     resolved = resolve(Config, ["--config", str(file)])
-    assert [note.split(" has")[0] for note in resolved.notes] == [f"{file}: balance_data", f"{file}: kl_coef"]
+    assert [note.split(" has")[0] for note in resolved.notes] == [f"{file}: balance_data"]
 
 
 def test_notes_are_for_training_only(model):
@@ -76,7 +76,6 @@ def test_notes_are_for_training_only(model):
 @pytest.mark.parametrize(
     ("flags", "said", "not_said"),
     [
-        (("--kl-coef", "0.1"), "not available yet: KL divergence as part of the reward", "--kl-loss"),
         (("--offload",), "not available yet: trainer and engines on the same devices", "--load?"),
         (("--rollout-seed", "1"), "Use --seed", "rollout-batch-size"),
         (("--wandb-key", "k"), "WANDB_API_KEY", "label"),

@@ -103,7 +103,7 @@ def test_a_part_and_a_line_hold_the_same_fields(store, make_trajectory):
     store.write(0, [written])
     (row,) = store.table().to_pylist()
     line = to_record(written)
-    assert set(row) - {"step", "name", "advantage"} == set(line) - {"schema_version", "set"}
+    assert set(row) - {"step", "name", "advantage", "trained"} == set(line) - {"schema_version", "set"}
     assert all(row[name] == line[name] for name in line if name in row and name != "segments")
     assert from_record(line).messages == from_record(row).messages == written.messages
 
@@ -120,8 +120,34 @@ def test_a_part_of_before_messages_were_rows_is_read(store, make_trajectory, sam
     same(written, next(store.read()))
 
 
+def test_what_tokens_were_trained_with_is_stored_and_read_back(store, make_trajectory):
+    kept, plain = make_trajectory(0, segments=2), make_trajectory(1)
+    length = len(kept.segments[1])
+    advantage, ref = np.full(length, 0.5, np.float32), np.arange(length, dtype=np.float32)
+    kept.segments[1].trained = {"advantage": advantage, "ref": ref}
+    store.write(0, [plain, kept])
+    store.write(1, [plain])
+    first, second = store.read("train", step=0)
+    assert [s.trained for s in first.segments] == [{}] and second.segments[0].trained == {}
+    assert {n: v.tolist() for n, v in second.segments[1].trained.items()} == {
+        "advantage": [0.5] * length,
+        "ref": list(range(length)),
+    }
+    assert store.table("train").column("trained").null_count == 1  # a part in which nothing was kept
+
+
+def test_a_part_of_before_tokens_kept_what_they_were_trained_with(store, make_trajectory, same):
+    path = store.write(0, [make_trajectory(0)])
+    pq.write_table(pq.read_table(path).drop_columns(["trained"]), path)
+    store.write(1, [make_trajectory(1)])
+    same(next(store.read()), make_trajectory(0))
+    assert store.table().num_rows == 2
+
+
 def test_advantages_and_columns_for_pandas(store, make_trajectory):
-    store.write(3, [make_trajectory(i) for i in range(4)], advantages={"t0": -0.5, "t1": 0.5})
+    trajectories = [make_trajectory(i) for i in range(4)]
+    trajectories[0].advantage, trajectories[1].advantage = -0.5, 0.5
+    store.write(3, trajectories)
     store.write(3, [make_trajectory(9)], name="eval-search")
     frame = pandas.read_parquet(store.folder)
     assert list(frame.columns) == arrow_schema().names and len(frame) == 5

@@ -9,7 +9,6 @@ from pathlib import Path
 from shown_pages import ROOT, blocks
 
 import agentrl
-from agentrl.algorithms.grpo import grpo
 from agentrl.config import load_config
 from agentrl.data.files import JsonLines
 from agentrl.data.records import to_record
@@ -22,6 +21,7 @@ from agentrl.rollout.generate_hook import load_generate_function
 from agentrl.rollout.policies.scripted import ScriptedClient
 from agentrl.rollout.template.chat import ChatTemplate
 from agentrl.types import Group, SamplingParams, Task, Trajectory
+from tests.trainer.samples import credited
 
 
 def shop_source() -> str:
@@ -86,11 +86,12 @@ def write_run(folder: Path, shop: Path) -> list[Trajectory]:
         ["--env", f"{shop}:Shopping", "--num-rollout", "1", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2",
          "--output-dir", str(folder)]
     )  # fmt: skip
-    advantages = grpo(groups)
+    batch = credited(groups)
     episodes = [t for g in groups for t in g.trajectories]
+    batch.note_trained(episodes, batch.columns, tokens=True)
     with RunDir.create(config) as run:
-        run.log_metrics(1, rollout_metrics(groups, advantages, 1.0, 0))
-        run.store.write(0, episodes, advantages=advantages)
+        run.log_metrics(1, rollout_metrics(groups, 1.0, 0))
+        run.store.write(0, episodes)
         run.store.write(1, episodes, name="eval-Shopping")
         run.log_metrics(1, flatten_summary("Shopping", summarize("Shopping", "test", episodes, 1.0).to_dict()))
     return episodes

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.algorithms import TrainBatch
 from agentrl.config import load_config
 from agentrl.data.account import DataBuffer
 from agentrl.data.deaths import FailedTasks
@@ -43,9 +44,17 @@ class Trainer:
 
     async def ready(self) -> None: ...
 
-    async def train(self, batch: list[str]) -> dict[str, float]:
+    num_steps = 1
+
+    async def fetch(self, batch: list[str]) -> TrainBatch:
+        return TrainBatch.from_groups([], ())
+
+    async def infer(self, batch: list[str], names: Any) -> dict[str, Any]:
+        return {}
+
+    async def update(self, batch: list[str], columns: Any, *, keep: bool) -> tuple[dict[str, float], dict[str, Any]]:
         self.weights += batch
-        return {"train/grad_norm": 1.0}
+        return {"train/grad_norm": 1.0}, {}
 
     async def save(self, path: Path) -> None:
         path.mkdir()
@@ -85,9 +94,9 @@ class Rollout:
         self._drawn = self.buffer.get_samples(BATCH)
         self._write("train", step, [d.group_id for d in self._drawn])
         names = ("rollout/reward", "rollout/success", "rollout/turns", "rollout/tokens_per_s")
-        return Generated({**dict.fromkeys(names, 1.0), "rollout/zero_variance": 0.0}, [d.group_id for d in self._drawn])
+        return Generated(dict.fromkeys(names, 1.0), [d.group_id for d in self._drawn])
 
-    async def mark_trained(self) -> None:
+    async def mark_trained(self, columns: Any) -> None:
         self.buffer.mark_trained(d.group_id for d in self._drawn)
 
     async def evaluate(self, step: int, *, progress: Any) -> dict[str, Any]:

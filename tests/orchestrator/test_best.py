@@ -21,12 +21,10 @@ from agentrl.orchestrator.loop import training_loop
 from agentrl.progress import Progress
 from agentrl.trainer.export import export
 from agentrl.types import Task, Trajectory
+from tests.orchestrator import scripted
 
 
-class Trainer:
-    async def train(self, batch: Any) -> dict[str, float]:
-        return {"train/grad_norm": 1.0}
-
+class Trainer(scripted.Trainer):
     async def save(self, path: Path) -> None:
         path.mkdir()
 
@@ -49,9 +47,9 @@ class Rollout:
 
     async def generate(self, step: int, *, progress: Any) -> Any:
         names = ("rollout/reward", "rollout/success", "rollout/turns", "rollout/tokens_per_s")
-        return Generated({**dict.fromkeys(names, 0.0), "rollout/zero_variance": 0.0}, [])
+        return Generated({**dict.fromkeys(names, 0.0)}, [])
 
-    async def mark_trained(self) -> None: ...
+    async def mark_trained(self, columns: Any) -> None: ...
 
     async def state(self) -> dict[str, Any]:
         return {}

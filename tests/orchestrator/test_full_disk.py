@@ -19,7 +19,7 @@ def test_a_library_that_writes_tensors_says_so_like_any_other(tmp_path: Path, mo
     torch = pytest.importorskip("torch")
     from safetensors import SafetensorError
 
-    from agentrl.trainer.megatron import tensor_file
+    from agentrl.data import tensor_file
 
     def full(*args: Any, **kwargs: Any) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
@@ -44,7 +44,7 @@ async def test_a_full_disk_crosses_ray_as_one_sentence() -> None:
             await within("saving the trainer", 10, failed)
 
 
-@pytest.mark.parametrize("place", ["Trainer.save", "Trainer.train", "Rollout.generate"])
+@pytest.mark.parametrize("place", ["Trainer.save", "Trainer.update", "Rollout.generate"])
 def test_a_run_ends_with_the_sentence_and_no_stack(
     tmp_path: Path,
     train: Any,  # noqa: F811

@@ -52,6 +52,11 @@ def manager(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> RolloutManager:
     return made
 
 
+async def mark_trained(manager: RolloutManager) -> None:
+    _, _, batch = manager._last
+    await manager.mark_trained({"advantage": np.zeros(batch.num_tokens, np.float32)})
+
+
 async def test_a_task_of_which_nothing_was_trained_is_not_called_trained(manager: RolloutManager) -> None:
     async def run_group(task: Task, n: int, group_id: str, *, on_trajectory: Any) -> Group:
         reasons = [StopReason.DONE, StopReason.ENV_ERROR if group_id.endswith("1") else StopReason.DONE]
@@ -60,7 +65,7 @@ async def test_a_task_of_which_nothing_was_trained_is_not_called_trained(manager
     manager.runner = SimpleNamespace(run_group=run_group)
     _, (batch,), *_ = await manager.generate(0)
     assert set(batch.group_ids) == {"g00000000", "g00000002"}
-    await manager.mark_trained()
+    await mark_trained(manager)
     counts = manager.buffer.counts
     assert (counts["issued"], counts["trained"], counts["given_back"], counts["in_flight"]) == (3, 2, 1, 0)
 
@@ -81,7 +86,7 @@ async def test_episodes_of_several_agents_count_by_episode_and_group(manager: Ro
     counted, _ = await manager.peek()
     assert (counted["done"], counted["total"]) == (6, 6)
     assert (batch.num_episodes, batch.num_trajectories) == (6, 12)
-    await manager.mark_trained()
+    await mark_trained(manager)
     assert manager.buffer.counts["trained"] == 3 and manager.buffer.counts["in_flight"] == 0
     assert metrics["data/issued"] == 3
 
@@ -119,7 +124,7 @@ async def test_a_source_that_ends_is_no_error_and_its_last_tasks_are_trained(man
     for step in range(2):
         _, (batch,), *_ = await manager.generate(step)
         sizes.append(batch.num_episodes)
-        await manager.mark_trained()
+        await mark_trained(manager)
     assert sizes == [6, 2]
     assert await manager.generate(2) is None
     assert manager.buffer.counts["trained"] == 4
@@ -131,7 +136,7 @@ async def test_tasks_that_can_never_be_played_are_dropped_and_the_run_goes_on(ma
     assert lost.startswith("8 of 12 episodes were lost")
     assert set(batch.group_ids) == {"g00000003", "g00000005"}
     assert metrics["rollout/errors"] == 8 and metrics["data/dropped"] == 4
-    await manager.mark_trained()
+    await mark_trained(manager)
     state = manager.buffer.state_dict()
     assert (state["issued"], state["trained"], state["dropped"], state["open"]) == (6, 2, 4, [])
     stored = list(manager.store.read("train", step=0))
@@ -196,7 +201,7 @@ async def test_tasks_that_fail_for_their_own_sake_are_dropped_at_their_third_dea
         assert batch.num_episodes >= 4 and ("no row for" in lost if metrics["rollout/errors"] else lost is None)
         named += [dropped] if dropped else []
         trained += batch.num_episodes // 2
-        await manager.mark_trained()
+        await mark_trained(manager)
     assert named == [
         f"dropped, since they cannot be played: t/{n}; the last error: no row for t/{n}" for n in (0, 1, 7)
     ]
@@ -226,7 +231,7 @@ async def test_a_run_that_ends_at_tasks_that_fail_goes_on_after_load(manager: Ro
         result = await manager.generate(step)
         if result is None:
             break
-        await manager.mark_trained()
+        await mark_trained(manager)
     counts = manager.buffer.counts
     assert (counts["dropped"], counts["trained"], counts["in_flight"], counts["given_back"]) == (9, 51, 0, 0)
 
@@ -243,7 +248,7 @@ async def test_a_dead_environment_ends_the_run_and_costs_no_task(manager: Rollou
     for step in range(30):
         if await manager.generate(step) is None:
             break
-        await manager.mark_trained()
+        await mark_trained(manager)
     assert (manager.buffer.counts["dropped"], manager.buffer.counts["trained"]) == (0, 60)
 
 
@@ -263,7 +268,7 @@ async def test_tasks_that_fail_at_the_end_of_the_data_do_not_keep_the_run(manage
         if result is None:
             break
         sizes.append(result[1][0].num_episodes)
-        await manager.mark_trained()
+        await mark_trained(manager)
     assert sizes == [6] and manager.buffer.counts["dropped"] == 2
     assert {t.task.task_id for t in manager.store.read("train", step=1)} == {"t/3", "t/4"}
 

@@ -5,19 +5,20 @@ import io
 import numpy as np
 from rich.console import Console
 
-from agentrl.algorithms.grpo import grpo
+from agentrl.algorithms import zero_variance_fraction
 from agentrl.config import load_config, load_eval_config
 from agentrl.config.presets import demo_alone
 from agentrl.orchestrator.metrics import rollout_metrics
 from agentrl.orchestrator.notices import Lasting, lost_episodes, nothing_to_learn
 from agentrl.progress import Progress
 from agentrl.types import Group, Segment, StopReason, Task, Trajectory
+from tests.trainer.samples import credited
 
 
 def group(name, *rewards, stop=StopReason.DONE, success=None):
     task = Task("task", 0)
-    one = np.ones(3)
-    segment = Segment(one.astype(np.int32), one.astype(np.uint8), one.astype(np.float32), one.astype(np.int32), 2)
+    one, mask = np.ones(3), np.array([0, 1, 1], np.uint8)
+    segment = Segment(one.astype(np.int32), mask, one.astype(np.float32), one.astype(np.int32), 2)
     error = "reward is nan" if stop is StopReason.ENV_ERROR else None
     episodes = [
         Trajectory(f"{name}{n}", name, task, [segment], [], reward=r, stop_reason=stop, success=success, error=error)
@@ -27,7 +28,8 @@ def group(name, *rewards, stop=StopReason.DONE, success=None):
 
 
 def metrics(*groups):
-    return rollout_metrics(list(groups), grpo(list(groups)), 1.0, 0)
+    batch = credited(groups)
+    return rollout_metrics(groups, 1.0, 0) | {"rollout/zero_variance": zero_variance_fraction(batch)}
 
 
 def test_equal_rewards_teach_nothing():

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 
 from agentrl import Env
-from agentrl.algorithms.grpo import grpo
+from agentrl.algorithms import load_algorithm
+from agentrl.config.schema import AlgorithmOptions
 from agentrl.envs.multi_agent import MultiAgentEnv
 from agentrl.errors import ConfigError, EngineError, EnvError
 from agentrl.orchestrator.metrics import by_episode, rollout_metrics
 from agentrl.rollout.episode import EpisodeLimits, play_episode, run_episode
 from agentrl.rollout.policies.scripted import ScriptedClient
 from agentrl.rollout.worker import EpisodeRunner
-from agentrl.trainer.batch import TrainBatch
 from agentrl.trainer.packing import schedule
 from agentrl.types import Outcome, SamplingParams, StopReason, Task
+from tests.trainer.samples import credited
 
 TASK = Task("train/3", seed=3, options={"index": 3})
 RULES = {"giver": "You give hints.", "taker": "You guess."}
@@ -207,7 +208,7 @@ def test_the_engine_of_one_ends_the_episode_of_all(run, chat):
     group = run(runner.run_group(TASK, 2, "g7"))
     assert [t.outcome for t in group.trajectories] == [Outcome.INFRA_ERROR] * 2
     assert runner.counters.retries == 2 and runner.counters.episodes == runner.counters.infra_errors == 2
-    assert grpo([group]) == {} and len(TrainBatch.from_groups([group], {})) == 0
+    assert len(credited([group])) == 0
 
 
 def test_a_custom_generate_function_plays_all_of_it(run, chat):
@@ -308,14 +309,14 @@ def groups_of(run, chat, *, opposed, guesses=("rain", "a")):
 @pytest.mark.parametrize("opposed", [False, True])
 def test_a_batch_trains_each_roles_tokens_under_its_own_advantage(run, chat, opposed):
     groups = groups_of(run, chat, opposed=opposed)
-    advantages = grpo(groups, normalize_std=False)
+    batch = credited(groups, load_algorithm(AlgorithmOptions(grpo_std_normalization=False)))
+    advantages = dict(zip(batch.trajectory_ids, batch.means(batch["advantage"]), strict=True))
     sign = -1.0 if opposed else 1.0
     for group in groups:
         assert [t.agent for t in group.trajectories] == ["giver", "taker"] * 2
         a, b, c, d = (advantages[t.trajectory_id] for t in group.trajectories)
         # Lengths of the last guess are 4 and 1: each role is compared with itself alone.
         assert (a, b, c, d) == pytest.approx((sign * 1.5, 1.5, sign * -1.5, -1.5))
-    batch = TrainBatch.from_groups(groups, advantages)
     trajectories = [t for g in groups for t in g.trajectories]
     assert batch.trajectory_ids == tuple(t.trajectory_id for t in trajectories)
     assert batch.group_ids == tuple(f"g{i // 4}/{'taker' if i % 2 else 'giver'}" for i in range(8))
@@ -328,7 +329,7 @@ def test_a_batch_trains_each_roles_tokens_under_its_own_advantage(run, chat, opp
         assert batch.tokens[part].tolist() == segment.tokens.tolist()
         assert batch.loss_mask[part].tolist() == segment.loss_mask.tolist()
         expected = segment.loss_mask * np.float32(advantages[t.trajectory_id])
-        assert batch.advantages[part].tolist() == expected.tolist()
+        assert batch["advantage"][part].tolist() == expected.tolist()
         own = "".join(m["content"] + "<|im_end|>" for m in t.messages if m["role"] == "assistant")
         assert chat.decode(batch.tokens[part][batch.loss_mask[part] == 1]) == own
     assert start == batch.num_tokens
@@ -337,8 +338,9 @@ def test_a_batch_trains_each_roles_tokens_under_its_own_advantage(run, chat, opp
 
 def test_the_agents_of_an_episode_train_in_one_step(run, chat):
     groups = groups_of(run, chat, opposed=True)
-    batch = TrainBatch.from_groups(groups, grpo(groups))
+    batch = credited(groups)
     steps = schedule(batch.lengths.tolist(), max_tokens=500, num_steps=4, keys=batch.episode_ids)
+    assert batch.trajectory_of.tolist() == list(range(8))  # a segment each
     assert [{batch.episode_ids[i] for i in step.samples} for step in steps] == [
         {"g0-000"}, {"g0-001"}, {"g1-000"}, {"g1-001"},
     ]  # fmt: skip
@@ -346,7 +348,7 @@ def test_the_agents_of_an_episode_train_in_one_step(run, chat):
 
 def test_metrics_count_episodes_and_show_each_agent(run, chat):
     groups = groups_of(run, chat, opposed=True)
-    metrics = rollout_metrics(groups, grpo(groups), 1.0, 2)
+    metrics = rollout_metrics(groups, 1.0, 2)
     assert [len(e) for e in by_episode(t for g in groups for t in g.trajectories)] == [2] * 4
     assert metrics["rollout/turns"] == 4.0 and metrics["rollout/success"] == 0.5
     assert metrics["rollout/agent/giver/reward"] == -2.5 and metrics["rollout/agent/taker/reward"] == 3.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.trainer.samples import join, listen, tiny_checkpoint
+from tests.trainer.samples import QUIET, join, listen, tiny_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -15,14 +15,15 @@ def checkpoint(tmp_path_factory) -> str:
 @pytest.fixture
 def make_trainer(checkpoint):
     """Makes trainers of one rank in this process, one at a time; the last one is closed after the test."""
-    from agentrl.trainer.megatron.trainer import TrainerOptions
+    from agentrl.config.schema import TrainerOptions
 
     running = []
 
     def make(path=checkpoint, **options):
         while running:
             running.pop().close()
-        trainer = join(0, 1, listen(), path, TrainerOptions(**{"lr": 1e-3, "max_tokens_per_gpu": 128, **options}))
+        options = {**QUIET, "lr": 1e-3, "max_tokens_per_gpu": 128, **options}
+        trainer = join(0, 1, listen(), path, TrainerOptions(**options))
         running.append(trainer)
         return trainer
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.trainer.samples import join, random_batch
+from tests.trainer.samples import QUIET, join, log_probs, random_batch, train
 
 OPTIONS = dict(
-    lr=1e-3, use_kl_loss=True, kl_loss_coef=0.1, entropy_coef=0.01, temperature=0.8, max_tokens_per_gpu=150,
-    timeout_s=100,
+    lr=1e-3, use_kl_loss=True, kl_loss_coef=0.1, entropy_coef=0.01, rollout_temperature=0.8, max_tokens_per_gpu=150,
+    distributed_timeout_minutes=2, **QUIET,
 )  # fmt: skip
 LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2},
@@ -34,10 +34,10 @@ def measure(trainer, folder: Path, original: dict) -> dict:
 
     exact = all(torch.equal(original[n], t) for n, t in trainer.export())
     batch = random_batch(12)
-    values = trainer.log_probs(batch)
-    steps = [trainer.train(batch), trainer.train(batch, num_steps=2)]
+    values = log_probs(trainer, batch)
+    steps = [train(trainer, batch), train(trainer, batch, 2)]
     # One sample for two ranks: one of them has an empty micro-batch.
-    steps.append(trainer.train(random_batch(1)))
+    steps.append(train(trainer, random_batch(1)))
     trainer.save(folder / "state")
     trainer.save_hf(folder / "hf")
     keys = ("loss", "grad_norm", "kl_loss", "entropy", "clip_fraction", "logprob_abs_diff_max", "ess")
@@ -54,7 +54,7 @@ def run(rank: int, listeners: dict[str, socket.socket], checkpoint: str, out: st
     import torch
     from safetensors.torch import load_file
 
-    from agentrl.trainer.megatron.trainer import TrainerOptions
+    from agentrl.config.schema import TrainerOptions
 
     original = load_file(Path(checkpoint) / "model.safetensors")
     results = {}
@@ -71,7 +71,7 @@ def run(rank: int, listeners: dict[str, socket.socket], checkpoint: str, out: st
         trainer.load(Path(out) / source / "state")
         saved = load_file(Path(out) / source / "hf" / "model.safetensors")
         results[key] = {"exact": all(torch.equal(saved[n], t) for n, t in trainer.export())}
-        results[key] |= {"loss": trainer.train(random_batch(12))["train/loss"]}
+        results[key] |= {"loss": train(trainer, random_batch(12))["train/loss"]}
         trainer.close()
     if rank == 0:
         (Path(out) / "results.json").write_text(json.dumps(results))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 
 import numpy as np
 
-from agentrl.trainer.batch import TrainBatch, TrainSample
+from agentrl.algorithms import TrainBatch, load_algorithm
+from agentrl.config.schema import AlgorithmOptions
+from agentrl.types import Group, Segment, Task, Trajectory
 
 VOCAB = 512
+TASK = Task("task", 0)
+QUIET = {"logprob_abs_diff_stop": 0.0}
+"""No engine sampled the random batches: their log-probabilities agree with nobody's."""
 
 
 def listen() -> socket.socket:
@@ -52,24 +58,56 @@ def tiny_checkpoint(path, kind="qwen3", *, dtype="float32", **changes):
 
 
 def random_batch(n=12, *, seed=0, low=8, high=60, vocab=VOCAB, groups=3, segments=1) -> TrainBatch:
-    """Samples with a prompt, then alternating sampled and environment tokens."""
+    """Sequences with a prompt, then alternating sampled and environment tokens, and random advantages."""
     rng = np.random.default_rng(seed)
-    samples = []
+    trajectories, advantages = [], []
     for i in range(n):
         length = int(rng.integers(low, high))
         mask = (rng.random(length) < 0.6).astype(np.uint8)
         mask[: max(1, length // 4)] = 0
         mask[-1] = 1
-        samples.append(
-            TrainSample(
-                tokens=rng.integers(0, vocab, length).astype(np.int32),
-                loss_mask=mask,
-                logprobs=(mask * rng.normal(-6.2, 0.3, length)).astype(np.float32),
-                advantages=(mask * rng.normal()).astype(np.float32),
-                versions=np.where(mask, 1, -1).astype(np.int32),
-                trajectory_id=f"t{i // segments}",
-                group_id=f"g{i % groups}",
-                segment=i % segments,
-            )
+        segment = Segment(
+            tokens=rng.integers(0, vocab, length).astype(np.int32),
+            loss_mask=mask,
+            logprobs=(mask * rng.normal(-6.2, 0.3, length)).astype(np.float32),
+            versions=np.where(mask, 1, -1).astype(np.int32),
+            prompt_length=length // 4,
         )
-    return TrainBatch.from_samples(samples)
+        advantages.append((mask * rng.normal()).astype(np.float32))
+        if i % segments:
+            trajectories[-1].segments.append(segment)
+        else:
+            reward = float(i % 3)
+            trajectories.append(Trajectory(f"t{i // segments}", f"g{i % groups}", TASK, [segment], [], reward=reward))
+    batch = batch_of(trajectories)
+    return batch.with_columns(advantage=np.concatenate(advantages), old=batch["rollout"])
+
+
+def batch_of(trajectories) -> TrainBatch:
+    """All of these trajectories."""
+    return TrainBatch.from_groups([Group("g", TASK, trajectories)], {t.trajectory_id for t in trajectories})
+
+
+def credited(groups, algorithm=None) -> TrainBatch:
+    """The batch of these groups with its credit, by GRPO unless told otherwise."""
+    algorithm = algorithm or load_algorithm(AlgorithmOptions())
+    batch = TrainBatch.from_groups(groups, algorithm.select(groups))
+    return batch.with_columns(**algorithm.prepare(batch))
+
+
+def fresh(batch) -> TrainBatch:
+    """The batch without old log-probabilities: the model as it stands is the old policy."""
+    return dataclasses.replace(batch, columns={n: v for n, v in batch.columns.items() if n != "old"})
+
+
+def train(trainer, batch, num_steps=1):
+    """What a step of the training loop does with a batch that has its advantages; metrics."""
+    if not trainer.options.use_rollout_logprobs:
+        batch = fresh(batch)
+    names = [n for n in trainer.algorithm.infers(batch.steps(num_steps)) if n not in batch.columns]
+    return trainer.update(batch.with_columns(**trainer.infer(batch, names)), num_steps=num_steps)[0]
+
+
+def log_probs(trainer, batch, which="old"):
+    """float32[T] under the live weights or those of the reference."""
+    return trainer.infer(batch, [which])[which]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from agentrl.config import Config, load_config
 from agentrl.errors import DisagreementError
 from agentrl.trainer.agreement import LARGEST, MEAN, AgreementWatch, Bounds
-from agentrl.trainer.megatron.options import TrainerOptions
-from tests.trainer.samples import random_batch
+from tests.trainer.samples import log_probs, random_batch, train
 
 
 def config(dtype="auto", warn=None, stop=None):
@@ -38,24 +35,16 @@ def test_a_batch_of_another_model_is_not_trained_on(make_trainer):
     trainer, batch = make_trainer(logprob_abs_diff_stop=0.01), random_batch(6)
     before = {name: tensor.clone() for name, tensor in trainer.export()}
     with pytest.raises(DisagreementError, match=r"differ by .* nats .* more than --logprob-abs-diff-stop 0.01"):
-        trainer.train(batch, num_steps=2)
-    assert trainer.steps_done == 0
+        train(trainer, batch, 2)
+    assert trainer.policy.core.steps_done == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.export())
 
 
 def test_its_own_log_probabilities_are_trained_on_whatever_the_later_steps_do(make_trainer):
     trainer, batch = make_trainer(logprob_abs_diff_stop=1e-4, lr=0.01), random_batch(6)
-    values = trainer.log_probs(batch)
-    batch = dataclasses.replace(batch, logprobs=values)
-    report = trainer.train(batch, num_steps=2)
-    assert report[MEAN] < 1e-5 and trainer.steps_done == 2
+    values = log_probs(trainer, batch)
+    batch = batch.with_columns(rollout=values, old=values)
+    report = train(trainer, batch, 2)
+    assert report[MEAN] < 1e-5 and trainer.policy.core.steps_done == 2
     # The second step's weights had moved: its difference is no disagreement.
-    assert np.abs(trainer.log_probs(batch) - values).max() > 1e-2
-
-
-def test_every_option_of_the_trainer_can_be_set():
-    """An option that no flag sets would be dead: these follow from the run, are Megatron's, or are for all."""
-    names = {field.name for field in dataclasses.fields(TrainerOptions)} - {f.name for f in dataclasses.fields(Config)}
-    assert names == {"adam_eps", "timeout_s", "temperature", "lr_decay_steps"}
-    options = TrainerOptions.from_config(load_config(["--env", "search", "--no-use-rollout-logprobs"]))
-    assert not options.use_rollout_logprobs
+    assert np.abs(log_probs(trainer, batch) - values).max() > 1e-2

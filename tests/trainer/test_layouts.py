@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trainer.ranks import LAYOUTS, OPTIONS, RELOADS, measure, run
-from tests.trainer.samples import join, listen, random_batch
+from tests.trainer.samples import join, listen, random_batch, train
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def results(checkpoint, out):
 
 @pytest.fixture(scope="module")
 def alone(checkpoint, out):
-    from agentrl.trainer.megatron.trainer import TrainerOptions
+    from agentrl.config.schema import TrainerOptions
 
     trainer = join(0, 1, listen(), checkpoint, TrainerOptions(**OPTIONS))
     folder = out / "alone"
@@ -73,8 +73,8 @@ def test_state_of_two_ranks_loads_at_one(results, make_trainer, out, name):
     trainer.load(out / name / "state")
     saved = load_file(out / name / "hf" / "model.safetensors")
     assert all(torch.equal(saved[n], t) for n, t in trainer.export())
-    assert trainer.steps_done == 4
-    loss = trainer.train(random_batch(12))["train/loss"]
+    assert trainer.policy.core.steps_done == 4
+    loss = train(trainer, random_batch(12))["train/loss"]
     for key, result in results.items():
         if key.startswith(f"{name} to"):
             assert loss == pytest.approx(result["loss"], rel=1e-4)

@@ -30,7 +30,7 @@ def reference(hidden, weight, targets, temperature):
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("chunk", [1, 8 << 20])
 def test_values_and_gradients(monkeypatch, temperature, entropy, keep, chunk):
-    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", chunk)
+    monkeypatch.setitem(module.TILE_BYTES, "cpu", chunk)
     monkeypatch.setattr(module, "KEEP_BYTES", 1 << 30 if keep else 0)
     hidden, weight, targets, g, ge = inputs()
     ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
@@ -79,7 +79,7 @@ def test_bfloat16_weights_keep_float32_log_probabilities():
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_the_weight_gradient_is_as_exact_at_any_length(monkeypatch, n, main_grad):
     """In bfloat16 one product is off by 0.2 to 0.3 %; the sum over chunks of 64 rows must not add to that."""
-    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 1)
+    monkeypatch.setitem(module.TILE_BYTES, "cpu", 1)
     g = torch.Generator().manual_seed(n)
     hidden, weight = (torch.randn(shape, generator=g).mul(0.2).bfloat16() for shape in ((n, 32), (96, 32)))
     targets, upstream = torch.randint(0, 96, (n,), generator=g), torch.randn(n, generator=g)

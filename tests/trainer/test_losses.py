@@ -6,10 +6,17 @@ import numpy as np
 import pytest
 import torch
 
+from agentrl.algorithms.grpo import GRPO
+from agentrl.config.schema import AlgorithmOptions
 from agentrl.errors import ConfigError
-from agentrl.trainer.losses import KL_TYPES, SUMS, LossOptions, kl_estimate, metrics_from_sums, token_loss
+from agentrl.trainer.losses import Loss, Tokens, kl_estimate, metrics_of
 
 N = 200
+KL_TYPES = ("k2", "k3", "low_var_kl")
+
+
+def loss_of(options, algorithm=GRPO):
+    return Loss(algorithm(options), options)
 
 
 def inputs(seed=0):
@@ -27,7 +34,7 @@ def inputs(seed=0):
 
 def reference(x, options):
     """Loss sum and d loss / d lp in float64, written out case by case."""
-    lo, hi = options.eps_clip, options.clip_high
+    lo, hi = options.eps_clip, options.eps_clip_high or options.eps_clip
     loss, grad = 0.0, np.zeros(N)
     for i in range(N):
         ratio, a = np.exp(x["lp"][i] - x["old"][i]), x["adv"][i]
@@ -50,18 +57,20 @@ def reference(x, options):
 @pytest.mark.parametrize("high", [None, 0.28])
 def test_loss_and_gradient_equal_the_float64_reference(kind, high):
     x = inputs()
-    options = LossOptions(eps_clip=0.2, eps_clip_high=high, kl_loss_coef=0.3, kl_loss_type=kind, entropy_coef=0.05)
+    options = AlgorithmOptions(
+        eps_clip=0.2, eps_clip_high=high, use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type=kind, entropy_coef=0.05
+    )
     t = {k: torch.tensor(v, dtype=torch.float64) for k, v in x.items()}
     t["lp"].requires_grad_()
-    total, sums, largest = token_loss(
-        t["lp"], t["entropy"], advantages=t["adv"], old_logprobs=t["old"], rollout_logprobs=t["rollout"],
-        ref_logprobs=t["ref"], options=options,
-    )  # fmt: skip
+    columns = {"advantage": t["adv"], "old": t["old"], "rollout": t["rollout"], "ref": t["ref"]}
+    loss_ = loss_of(options)
+    total, sums, largest = loss_(Tokens(t["lp"], t["entropy"], {**columns, "weight": torch.ones(N).double()}))
+    assert list(sums) == loss_.names()
     total.backward()
     loss, grad = reference(x, options)
     assert total.item() == pytest.approx(loss, rel=1e-10)
     assert np.abs(t["lp"].grad.numpy() - grad).max() < 1e-12
-    metrics = metrics_from_sums(dict(zip(SUMS, sums.tolist(), strict=True)), float(largest))
+    metrics = metrics_of({name: float(value) for name, value in sums.items()}, float(largest), N)
     d = x["lp"] - x["rollout"]
     assert metrics["train/loss"] == pytest.approx(loss / N)
     assert metrics["train/logprob_abs_diff_mean"] == pytest.approx(np.abs(d).mean())
@@ -108,26 +117,34 @@ def kl_k1_gradient(logits):
 
 
 def test_an_empty_micro_batch_has_zero_loss():
-    empty = torch.zeros(0)
-    total, sums, largest = token_loss(
-        empty, None, advantages=empty, old_logprobs=empty, rollout_logprobs=empty, ref_logprobs=empty,
-        options=LossOptions(),
-    )  # fmt: skip
-    assert (float(total), float(sums.abs().sum()), float(largest)) == (0.0, 0.0, 0.0)
+    none = torch.zeros(0)
+    columns = dict.fromkeys(("advantage", "old", "rollout", "weight"), none)
+    total, sums, largest = loss_of(AlgorithmOptions())(Tokens(none, None, columns))
+    assert (float(total), sum(map(float, sums.values())), float(largest)) == (0.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    "kwargs", [{"kl_loss_type": "k1"}, {"eps_clip": 0.0}, {"eps_clip": 1.5}, {"eps_clip_high": -0.1}]
-)
-def test_wrong_options_name_their_flags(kwargs):
-    with pytest.raises(ConfigError, match="--"):
-        LossOptions(**kwargs)
+def test_a_correction_is_a_factor_of_the_policy_term_alone():
+    x = {k: torch.tensor(v) for k, v in inputs().items()}
+    columns = {"advantage": x["adv"], "old": x["old"], "rollout": x["rollout"], "ref": x["ref"]}
+    columns["weight"] = torch.full((N,), 1 / N, dtype=torch.float64)
+    loss = loss_of(AlgorithmOptions(use_kl_loss=True))
+    plain = loss(Tokens(x["lp"], None, columns))[1]
+    masked = loss(Tokens(x["lp"], None, {**columns, "correction": torch.zeros(N)}))[1]
+    assert (float(masked["pg_loss"]), masked["kl_loss"]) == (0.0, plain["kl_loss"])
 
 
-def test_missing_inputs_are_errors():
+def test_missing_inputs_and_unknown_terms_are_errors():
     x = torch.zeros(1)
-    arrays = dict(advantages=x, old_logprobs=x, rollout_logprobs=x, ref_logprobs=None)
-    with pytest.raises(ConfigError, match="reference"):
-        token_loss(x, None, options=LossOptions(kl_loss_coef=0.1), **arrays)
+    columns = {"advantage": x, "old": x, "rollout": x, "weight": x}
+    with pytest.raises(ConfigError, match="'ref'"):
+        loss_of(AlgorithmOptions(use_kl_loss=True))(Tokens(x, None, columns))
     with pytest.raises(ConfigError, match="entropy"):
-        token_loss(x, None, options=LossOptions(entropy_coef=0.1), **arrays)
+        loss_of(AlgorithmOptions(entropy_coef=0.1))(Tokens(x, None, columns))
+    with pytest.raises(ConfigError, match="k1"):
+        kl_estimate(x, x, "k1")
+
+    class Odd(GRPO):
+        terms = ("cliped_surrogate",)
+
+    with pytest.raises(ConfigError, match="'cliped_surrogate' is neither one of clipped_surrogate"):
+        loss_of(AlgorithmOptions(), Odd)

@@ -7,9 +7,11 @@ import asyncio
 import pytest
 
 from agentrl.config import load_config
+from agentrl.config.schema import TrainerOptions
 from agentrl.errors import AgentRLError, CheckpointError, WeightSyncError
-from agentrl.trainer.ranks import RankSender, TrainActor, create_ranks
-from tests.trainer.samples import random_batch
+from agentrl.orchestrator.handles import RankSender, create_ranks
+from agentrl.trainer.ranks import TrainActor
+from tests.trainer.samples import QUIET, random_batch
 
 # No engine sampled the random batch: its log-probabilities agree with nobody's.
 FLAGS = ("--env", "search", "--lr", "1e-3", "--threads", "1", "--logprob-abs-diff-stop", "0")
@@ -17,7 +19,7 @@ FLAGS = ("--env", "search", "--lr", "1e-3", "--threads", "1", "--logprob-abs-dif
 
 @pytest.fixture
 def actor(checkpoint):
-    actor = TrainActor(0, 1, checkpoint, {"lr": 1e-3}, sender={"bucket_bytes": 50_000})
+    actor = TrainActor(0, 1, checkpoint, TrainerOptions(lr=1e-3, **QUIET), sender={"bucket_bytes": 50_000})
     yield actor
     actor.close()
 
@@ -26,8 +28,9 @@ def test_one_rank_trains_saves_and_walks_its_weights(actor, checkpoint, tmp_path
     actor.start(actor.meeting_point())
     assert actor.ready()
     batch = random_batch(6)
-    assert actor.train(batch, num_steps=2)["train/steps"] == 2
-    assert actor.log_probs(batch).shape == (batch.num_tokens,)
+    metrics, kept = actor.update(batch, {}, num_steps=2, keep=True)
+    assert metrics["train/steps"] == 2 and {v.shape for v in kept.values()} == {(batch.num_tokens,)}
+    assert actor.infer(batch, ["old"])["old"].shape == (batch.num_tokens,)
     actor.save(str(tmp_path / "state"))
     actor.load(str(tmp_path / "state"))
     actor.save_hf(str(tmp_path / "hf"))
@@ -44,7 +47,7 @@ def test_one_rank_trains_saves_and_walks_its_weights(actor, checkpoint, tmp_path
 def test_errors_are_those_of_the_start(tmp_path, actor):
     with pytest.raises(AgentRLError, match="before it was started"):
         actor.ready()
-    broken = TrainActor(0, 1, str(tmp_path), {})
+    broken = TrainActor(0, 1, str(tmp_path), TrainerOptions())
     with pytest.raises(CheckpointError):
         broken.start(broken.meeting_point())
     with pytest.raises(CheckpointError, match="config.json"):
@@ -62,7 +65,9 @@ def test_two_ray_actors_form_a_world(checkpoint, tmp_path):
         ranks = create_ranks(load_config(FLAGS), checkpoint, [{"num_cpus": 1}] * 2, log_dir=tmp_path)
         assert ray.get([r.ready.remote() for r in ranks], timeout=150) == [True, True]
         batch = ray.put(random_batch(8))
-        metrics = ray.get([r.train.remote(batch) for r in ranks], timeout=60)
+        results = ray.get([r.update.remote(batch, {}, keep=True) for r in ranks], timeout=60)
+        metrics = [m for m, _ in results]
+        assert [sorted(kept) for _, kept in results] == [["current", "ratio"], []]
         for key, value in metrics[0].items():
             assert metrics[1][key] == value or key.startswith("time/") or key.endswith("per_s")
         assert metrics[0]["train/sampled_tokens"] == random_batch(8).num_sampled

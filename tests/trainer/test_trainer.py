@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -14,9 +13,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from agentrl.algorithms import TrainBatch
+from agentrl.config.schema import OptimizerOptions
 from agentrl.errors import CheckpointError, ConfigError
-from agentrl.trainer.batch import TrainBatch
-from tests.trainer.samples import random_batch, tiny_checkpoint
+from tests.trainer.samples import log_probs, random_batch, tiny_checkpoint, train
+
+EACH_ALONE = {"use_dynamic_batch_size": False, "micro_batch_size": 1}
 
 MODELS = {
     "qwen3 tied": ("qwen3", {}),
@@ -59,10 +61,10 @@ def masks(batch):
 def test_log_probs_equal_transformers_and_export_is_bit_exact(make_trainer, tmp_path, name):
     kind, changes = MODELS[name]
     path = tiny_checkpoint(tmp_path / "model", kind, **changes)
-    trainer, batch, model = make_trainer(path, temperature=0.8), random_batch(6), hf_model(path)
+    trainer, batch, model = make_trainer(path, rollout_temperature=0.8), random_batch(6), hf_model(path)
     with torch.no_grad():
         expected = hf_log_probs(model, batch, 0.8).numpy()
-    ours = trainer.log_probs(batch)
+    ours = log_probs(trainer, batch)
     assert np.abs(ours[batch.loss_mask == 1] - expected).max() < 1e-4
     assert (ours[batch.loss_mask == 0] == 0).all()
     there = {n: t for n, t in model.state_dict().items() if n != "lm_head.weight" or "untied" in name}
@@ -82,8 +84,8 @@ def test_a_bfloat16_checkpoint_trains_in_float32(make_trainer, tmp_path):
 
 def test_packed_equals_each_sequence_alone(make_trainer):
     batch = random_batch(10)
-    packed = make_trainer(max_tokens_per_gpu=10_000).log_probs(batch)
-    alone = make_trainer(micro_batch_size=1).log_probs(batch)
+    packed = log_probs(make_trainer(max_tokens_per_gpu=10_000), batch)
+    alone = log_probs(make_trainer(**EACH_ALONE), batch)
     assert np.abs(packed - alone).max() < 1e-5
 
 
@@ -96,16 +98,16 @@ def test_loss_and_gradients_equal_a_float64_reference(make_trainer, checkpoint):
     rng = np.random.default_rng(0)
     sampled = batch.loss_mask == 1
     old = np.zeros(batch.num_tokens, np.float32)
-    old[sampled] = trainer.log_probs(batch)[sampled] + rng.normal(0, 0.3, sampled.sum())
+    old[sampled] = log_probs(trainer, batch)[sampled] + rng.normal(0, 0.3, sampled.sum())
     ref = np.zeros(batch.num_tokens, np.float32)
     ref[sampled] = old[sampled] + rng.normal(0, 0.3, sampled.sum())
-    batch = batch.with_logprobs(old_logprobs=old, ref_logprobs=ref)
-    metrics = trainer.train(batch)
+    batch = batch.with_columns(old=old, ref=ref)
+    metrics = train(trainer, batch)
 
     model = hf_model(checkpoint, torch.float64)
     lp = hf_log_probs(model, batch)
     ratio = torch.exp(lp - torch.from_numpy(old[sampled]))
-    advantage = torch.from_numpy(batch.advantages[sampled]).double()
+    advantage = torch.from_numpy(batch["advantage"][sampled]).double()
     surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage)
     d = lp - torch.from_numpy(ref[sampled])
     entropies = []
@@ -119,8 +121,8 @@ def test_loss_and_gradients_equal_a_float64_reference(make_trainer, checkpoint):
     norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters()))
     assert metrics["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
     theirs = {n: p.grad for n, p in model.named_parameters()}
-    for name, parameter in trainer.model.named_parameters():
-        pairs = zip(*trainer.bridge._weight_to_hf_format(name, parameter.main_grad), strict=True)
+    for name, parameter in trainer.policy.core.model.named_parameters():
+        pairs = zip(*trainer.policy.core.bridge._weight_to_hf_format(name, parameter.main_grad), strict=True)
         for hf_name, grad in pairs:
             error = (grad.double() - theirs[hf_name]).norm() / theirs[hf_name].norm()
             assert error < 1e-4, hf_name
@@ -129,9 +131,9 @@ def test_loss_and_gradients_equal_a_float64_reference(make_trainer, checkpoint):
 def test_cutting_into_micro_batches_does_not_matter(make_trainer):
     batch = random_batch(14, seed=5)
     results = []
-    for options in ({"max_tokens_per_gpu": 10_000}, {"max_tokens_per_gpu": 70}, {"micro_batch_size": 1}):
+    for options in ({"max_tokens_per_gpu": 10_000}, {"max_tokens_per_gpu": 70}, EACH_ALONE):
         trainer = make_trainer(**options)
-        metrics = trainer.train(batch)
+        metrics = train(trainer, batch)
         results.append((metrics, {n: t.clone() for n, t in trainer.export()}))
     assert results[0][0]["train/micro_batches"] < results[1][0]["train/micro_batches"] < 15
     for metrics, weights in results[1:]:
@@ -145,59 +147,59 @@ def test_cutting_into_micro_batches_does_not_matter(make_trainer):
 def test_several_steps_a_rollout_and_the_reference_stays(make_trainer):
     batch = random_batch(12, segments=2)
     trainer = make_trainer(use_kl_loss=True, kl_loss_coef=0.1)
-    before = trainer.log_probs(batch)
-    first = trainer.train(batch, num_steps=3)
+    before = log_probs(trainer, batch)
+    first = train(trainer, batch, 3)
     assert first["train/steps"] == 3
-    assert trainer.steps_done == 3
+    assert trainer.policy.core.steps_done == 3
     assert first["train/sampled_tokens"] == batch.num_sampled
-    assert np.abs(trainer.log_probs(batch, "ref") - before).max() == 0
-    assert np.abs(trainer.log_probs(batch) - before).max() > 1e-3
-    assert trainer.train(batch)["train/kl_loss"] > 0
+    assert np.abs(log_probs(trainer, batch, "ref") - before).max() == 0
+    assert np.abs(log_probs(trainer, batch) - before).max() > 1e-3
+    assert train(trainer, batch)["train/kl_loss"] > 0
 
 
 def test_a_rollout_with_fewer_trajectories_than_steps_is_trained_in_fewer(make_trainer):
     trainer = make_trainer()
-    assert trainer.train(random_batch(4, segments=2), num_steps=3)["train/steps"] == 2
-    assert trainer.steps_done == 2
+    assert train(trainer, random_batch(4, segments=2), 3)["train/steps"] == 2
+    assert trainer.policy.core.steps_done == 2
 
 
 def test_log_probabilities_are_taken_without_dropout(make_trainer):
     trainer, modes = make_trainer(use_kl_loss=True, kl_loss_coef=0.1, use_rollout_logprobs=False), []
-    trainer.model.register_forward_pre_hook(lambda module, args: modes.append(module.training))
-    trainer.train(random_batch(4), num_steps=2)
+    trainer.policy.core.model.register_forward_pre_hook(lambda module, args: modes.append(module.training))
+    train(trainer, random_batch(4), 2)
     assert modes == sorted(modes) and set(modes) == {False, True}  # reference and old first, then updates
 
 
 def test_recomputed_old_log_probabilities(make_trainer):
     batch = random_batch(6)
-    metrics = make_trainer(use_rollout_logprobs=False).train(batch)
+    metrics = train(make_trainer(use_rollout_logprobs=False), batch)
     assert (metrics["train/clip_fraction"], metrics["train/ppo_kl"]) == (0.0, 0.0)
     assert metrics["train/logprob_abs_diff_mean"] > 0.01
-    assert make_trainer(use_rollout_logprobs=False).train(batch, num_steps=2)["train/ppo_kl"] != 0.0
+    assert train(make_trainer(use_rollout_logprobs=False), batch, 2)["train/ppo_kl"] != 0.0
 
 
 def test_training_raises_the_probability_of_what_was_good(make_trainer):
     batch = random_batch(8)
-    batch = dataclasses.replace(batch, advantages=batch.loss_mask.astype(np.float32))
+    batch = batch.with_columns(advantage=batch.loss_mask.astype(np.float32))
     trainer = make_trainer(use_rollout_logprobs=False)
-    before = trainer.log_probs(batch).sum()
+    before = log_probs(trainer, batch).sum()
     for _ in range(3):
-        trainer.train(batch)
-    assert trainer.log_probs(batch).sum() > before + 1
+        train(trainer, batch)
+    assert log_probs(trainer, batch).sum() > before + 1
 
 
 def test_a_bad_gradient_changes_nothing(make_trainer):
     batch = random_batch(6)
-    bad = batch.advantages.copy()
+    bad = batch["advantage"].copy()
     bad[np.flatnonzero(batch.loss_mask)[0]] = np.inf
     trainer = make_trainer(lr_warmup_steps=4)
-    trainer.train(batch)
+    train(trainer, batch)
     before = {n: t.clone() for n, t in trainer.export()}
-    metrics = trainer.train(dataclasses.replace(batch, advantages=bad))
+    metrics = train(trainer, batch.with_columns(advantage=bad))
     assert metrics["train/steps_skipped"] == 1
     assert not np.isfinite(metrics["train/grad_norm"])
     assert all(torch.equal(before[n], t) for n, t in trainer.export())
-    after = trainer.train(batch)
+    after = train(trainer, batch)
     assert after["train/steps_skipped"] == 0
     assert after["train/lr"] == pytest.approx(1e-3 * 2 / 4)
 
@@ -207,14 +209,11 @@ def test_a_bad_gradient_changes_nothing(make_trainer):
 def test_the_learning_rate_has_its_peak_once_and_is_never_at_its_end(style, warmup):
     """Against the formula; the scheduler needs no model."""
     from agentrl.trainer.megatron.optimizer import build_scheduler
-    from agentrl.trainer.megatron.options import TrainerOptions
 
     steps, lr, least = 8, 1e-3, 1e-4
-    options = TrainerOptions(
-        lr=lr, min_lr=least, lr_warmup_steps=warmup, lr_decay_style=style, lr_decay_steps=steps, weight_decay=0.1
-    )
+    options = OptimizerOptions(lr=lr, min_lr=least, lr_warmup_steps=warmup, lr_decay_style=style, weight_decay=0.1)
     group = {"lr": 0.0}
-    scheduler, rates = build_scheduler(SimpleNamespace(param_groups=[group]), options), []
+    scheduler, rates = build_scheduler(SimpleNamespace(param_groups=[group]), options, steps), []
     for _ in range(steps):
         rates.append(group["lr"])
         scheduler.step(1)
@@ -228,20 +227,20 @@ def test_the_learning_rate_has_its_peak_once_and_is_never_at_its_end(style, warm
 
 @pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": True}, {"dtype": "bf16"}])
 def test_resume_is_bit_exact(make_trainer, tmp_path, options):
-    options = {"lr_warmup_steps": 3, "lr_decay_style": "cosine", "lr_decay_steps": 9, **options}
+    options = {"lr_warmup_steps": 3, "lr_decay_style": "cosine", "num_rollout": 9, **options}
     batches = [random_batch(6, seed=i) for i in range(4)]
     straight = make_trainer(**options)
-    expected = [straight.train(b) for b in batches]
+    expected = [train(straight, b) for b in batches]
     weights = {n: t.clone() for n, t in straight.export()}
     first = make_trainer(**options)
     for batch in batches[:2]:
-        first.train(batch)
+        train(first, batch)
     first.save(tmp_path / "state")
     resumed = make_trainer(**options)
     resumed.load(tmp_path / "state")
-    assert resumed.steps_done == 2
+    assert resumed.policy.core.steps_done == 2
     for batch, there in zip(batches[2:], expected[2:], strict=True):
-        here = resumed.train(batch)
+        here = train(resumed, batch)
         assert all(here[k] == there[k] for k in there if not k.startswith("time") and "per_s" not in k)
     assert all(torch.equal(weights[n], t) for n, t in resumed.export())
 
@@ -251,7 +250,7 @@ def test_a_state_of_another_model_is_refused(make_trainer, tmp_path):
     other = make_trainer(tiny_checkpoint(tmp_path / "wide", hidden_size=32))
     with pytest.raises(CheckpointError, match="another model"):
         other.load(tmp_path / "state")
-    (tmp_path / "state" / "model-tp0-pp0.safetensors").write_bytes(b"torn")
+    (tmp_path / "state" / "policy" / "model-tp0-pp0.safetensors").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match="another checkpoint"):
         other.load(tmp_path / "state")
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -265,7 +264,7 @@ def test_save_hf_loads_with_everything_beside_the_weights(make_trainer, tmp_path
     (path / "modeling.py").write_text("raise SystemExit")
     trainer = make_trainer(str(path))
     batch = random_batch(4)
-    trainer.train(batch)
+    train(trainer, batch)
     trainer.save_hf(tmp_path / "out")
     files = {p.name for p in (tmp_path / "out").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= files
@@ -273,11 +272,11 @@ def test_save_hf_loads_with_everything_beside_the_weights(make_trainer, tmp_path
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
     with torch.no_grad():
         loaded = hf_log_probs(hf_model(tmp_path / "out"), batch).numpy()
-    assert np.abs(trainer.log_probs(batch)[batch.loss_mask == 1] - loaded).max() < 1e-4
+    assert np.abs(log_probs(trainer, batch)[batch.loss_mask == 1] - loaded).max() < 1e-4
 
 
 def test_large_models_are_saved_in_shards(make_trainer, tmp_path, monkeypatch):
-    monkeypatch.setattr("agentrl.trainer.megatron.hf_save.SHARD_BYTES", 100_000)
+    monkeypatch.setattr("agentrl.trainer.megatron.export.SHARD_BYTES", 100_000)
     trainer = make_trainer()
     trainer.save_hf(tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -289,9 +288,9 @@ def test_large_models_are_saved_in_shards(make_trainer, tmp_path, monkeypatch):
 def test_megatrons_own_options_reach_megatron(make_trainer):
     given = {"adam_eps": 1e-5, "bias_dropout_fusion": True, "average_in_collective": True, "rotary_base": 10000.0}
     trainer = make_trainer(megatron=given)
-    assert trainer.optimizer.config.adam_eps == 1e-5
-    assert trainer.model.config.bias_dropout_fusion
-    assert trainer.ddp.ddp_config.average_in_collective
+    assert trainer.policy.core.optimizer.config.adam_eps == 1e-5
+    assert trainer.policy.core.model.config.bias_dropout_fusion
+    assert trainer.policy.core.ddp.ddp_config.average_in_collective
 
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -307,7 +306,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 )
 def test_memory_and_overlap_options_change_nothing(make_trainer, options):
     batch = random_batch(6)
-    expected, metrics = make_trainer().train(batch), make_trainer(**options).train(batch)
+    expected, metrics = train(make_trainer(), batch), train(make_trainer(**options), batch)
     for key in ("train/loss", "train/grad_norm"):
         assert metrics[key] == pytest.approx(expected[key], rel=1e-6)
 
@@ -317,16 +316,17 @@ def test_recomputing_activations_keeps_fewer_of_them(make_trainer):
     for options in ({}, {"recompute_activations": True}, {"megatron": FULL}):
         trainer, saved = make_trainer(max_tokens_per_gpu=1000, **options), []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
-            loss, seen = trainer._loss, []
+            loss, seen = trainer.policy.loss, []
 
-            def at_the_end(scale, packed, hidden, loss=loss, saved=saved, seen=seen, trainer=trainer):
-                weights = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
+            def at_the_end(tokens, loss=loss, saved=saved, seen=seen, trainer=trainer):
+                weights = {p.untyped_storage().data_ptr() for p in trainer.policy.core.model.parameters()}
                 storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in saved)}
                 seen.append(sum(size for at, size in storages.items() if at not in weights))
-                return loss(scale, packed, hidden)
+                return loss(tokens)
 
-            trainer._loss = at_the_end
-            trainer.train(random_batch(16, low=40, high=60))
+            at_the_end.names, at_the_end.wants_entropy = loss.names, False
+            trainer.policy.loss = at_the_end
+            train(trainer, random_batch(16, low=40, high=60))
         kept.append(seen[0])
     everything, selective, full = kept
     assert selective < 0.7 * everything and full < 0.5 * selective
@@ -342,9 +342,7 @@ def test_recomputing_activations_keeps_fewer_of_them(make_trainer):
         ({"tensor_model_parallel_size": 3}, "does not divide the 1 trainer ranks"),
         ({"context_parallel_size": 2}, "context-parallel-size"),
         ({"sequence_parallel": True}, "sequence-parallel needs"),
-        ({"temperature": 0.0}, "temperature"),
-        ({"lr_decay_style": "cosine"}, "lr_decay_steps"),
-        ({"dtype": "fp8"}, "--dtype"),
+        ({"advantage_estimator": "gpro"}, "Did you mean 'grpo'"),
     ],
 )
 def test_wrong_options_are_refused(make_trainer, options, text):
@@ -403,4 +401,4 @@ def test_a_tied_head_in_the_file_and_old_rotary_buffers_are_no_extra_tensors(mak
 
 def test_reference_log_probabilities_need_a_reference(make_trainer):
     with pytest.raises(ConfigError, match="no reference"):
-        make_trainer().log_probs(random_batch(2), "ref")
+        log_probs(make_trainer(), random_batch(2), "ref")

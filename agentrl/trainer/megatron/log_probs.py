@@ -1,6 +1,6 @@
 """Log-probabilities and entropy of sampled tokens from hidden states, the vocabulary split over TP ranks.
 
-The output layer and the softmax are one function, run in chunks of tokens: logits exist for one chunk
+The output layer and the softmax are one function, run in tiles of tokens and vocabulary: logits exist for one tile
 at a time, only at positions where a token was sampled, and never as a full float32 copy.
 """
 
@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}
-"""Size of one chunk of float32 logits: small enough for a CPU's cache, large enough to keep a GPU busy, which reads
-the whole weight for each chunk."""
+TILE_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}
+"""Size of one tile of float32 logits: small enough for a CPU's cache, large enough to keep a GPU busy."""
+LEAST_ROWS = 512
+"""Tokens of a tile. Where whole rows of logits are too long for that, tiles are cut along the vocabulary as well: the
+weight is read once for so many tokens, and products of few rows are slow."""
 KEEP_BYTES = 512 << 20
 """Softmax kept from forward to backward up to this size; beyond it, logits are computed again."""
 
@@ -47,7 +49,7 @@ def log_probs(
         hidden: [N, h] states that predict the targets, equal on all ranks of ``shard.group``. Its
             gradient is this rank's part; sum it over the group (Megatron's mappings do).
         weight: [rows, h] of this rank; rows beyond ``shard.size`` are padding and ignored. Its gradient is summed in
-            float32 over the chunks: into ``weight.main_grad`` where Megatron has put one (``weight.grad`` then is 0).
+            float32 over the tiles: into ``weight.main_grad`` where Megatron has put one (``weight.grad`` then is 0).
         targets: int64[N] in the whole vocabulary.
         entropy: also compute the entropy, with gradient.
 
@@ -66,23 +68,30 @@ class _LinearLogProb(torch.autograd.Function):
         local = targets - shard.start
         here = (local >= 0) & (local < vocab)
         local = torch.where(here, local, 0)
-        keep = ctx.needs_input_grad[0] and n * vocab * 4 <= KEEP_BYTES
+        blocks, tiles = _tiles(n, weight)
+        keep = ctx.needs_input_grad[0] and n * vocab * 4 <= KEEP_BYTES and len(tiles) == 1
         # lse: of this rank's logits; picked: logit of the target; mean: of the logits under softmax
-        lse, picked, mean = (hidden.new_empty(n, dtype=torch.float32) for _ in range(3))
+        lse, picked, mean = (hidden.new_zeros(n, dtype=torch.float32) for _ in range(3))
         kept = []
-        for rows in _chunks(n, weight):
-            logits = _logits(hidden[rows], weight, inverse_temperature)
-            picked[rows] = logits.gather(1, local[rows, None]).squeeze(1)
-            largest = logits.amax(1, keepdim=True)
-            # The entropy needs the logits once more; otherwise they are overwritten.
-            probs = (logits - largest).exp_() if want_entropy else logits.sub_(largest).exp_()
-            total = probs.sum(1, keepdim=True)
-            probs.div_(total)
+        for rows in blocks:
+            # The largest logit so far, and sums with it subtracted, as tiles go by.
+            largest = hidden.new_full((rows.stop - rows.start, 1), -torch.inf, dtype=torch.float32)
+            total, weighted = torch.zeros_like(largest), torch.zeros_like(largest)
+            for columns in tiles:
+                logits = _logits(hidden[rows], weight[columns], inverse_temperature)
+                at, own = _inside(local[rows], columns)
+                picked[rows] += logits.gather(1, at).squeeze(1) * own
+                before, largest = largest, torch.maximum(largest, logits.amax(1, keepdim=True))
+                shrink = torch.exp(before - largest)
+                # The entropy needs the logits once more; otherwise they are overwritten.
+                probs = (logits - largest).exp_() if want_entropy else logits.sub_(largest).exp_()
+                total = total * shrink + probs.sum(1, keepdim=True)
+                if want_entropy:
+                    weighted = weighted * shrink + torch.bmm(probs[:, None, :], logits[:, :, None]).squeeze(2)
             lse[rows] = (largest + total.log()).squeeze(1)
-            if want_entropy:
-                mean[rows] = torch.bmm(probs[:, None, :], logits[:, :, None]).view(-1)
+            mean[rows] = (weighted / total).squeeze(1)
             if keep:
-                kept.append(probs)
+                kept.append(probs.div_(total))
         share = None
         if shard.split and n:
             lse, picked, mean, share = _combine(lse, picked * here, mean, shard.group)
@@ -100,40 +109,40 @@ class _LinearLogProb(torch.autograd.Function):
         weight = whole[: ctx.shard.size]
         grad = grad.float()
         on_target = grad * here
-        grad_hidden = torch.empty_like(hidden)
-        # In the weight's own precision the error would grow with the number of chunks.
+        blocks, tiles = _tiles(hidden.shape[0], weight)
+        # In the weight's own precision the error would grow with the number of tiles.
+        grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         total = ctx.main_grad
         if total is None:
             total = torch.zeros(whole.shape, dtype=torch.float32, device=whole.device)
-        grad_weight = total[: ctx.shard.size]
         kept = iter(ctx.kept)
         ctx.kept = ()
-        for rows in _chunks(hidden.shape[0], weight):
-            probs = next(kept, None)
-            if probs is None:
-                probs = _logits(hidden[rows], weight, ctx.scale).sub_(lse[rows, None]).exp_()
-            elif share is not None:
-                probs.mul_(share[rows, None])
+        for rows in blocks:
             factor = -grad[rows, None]
-            if ctx.want_entropy:
-                # d entropy / d logit_j = -p_j (log p_j + entropy)
-                surprise = probs.clamp_min(torch.finfo(torch.float32).tiny).log_()
-                surprise.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None].float())
-                probs.mul_(surprise.add_(factor))
-            else:
-                probs.mul_(factor)
-            probs.scatter_add_(1, local[rows, None], on_target[rows, None])
-            if ctx.scale != 1.0:
-                probs.mul_(ctx.scale)
-            probs = probs.to(weight.dtype)
-            torch.mm(probs, weight, out=grad_hidden[rows])
-            if probs.dtype is grad_weight.dtype:
-                grad_weight.addmm_(probs.t(), hidden[rows])
-            else:
-                grad_weight.add_(probs.t() @ hidden[rows])
+            for columns in tiles:
+                part = weight[columns]
+                probs = next(kept, None)
+                if probs is None:
+                    probs = _logits(hidden[rows], part, ctx.scale).sub_(lse[rows, None]).exp_()
+                elif share is not None:
+                    probs.mul_(share[rows, None])
+                if ctx.want_entropy:
+                    # d entropy / d logit_j = -p_j (log p_j + entropy)
+                    surprise = probs.clamp_min(torch.finfo(torch.float32).tiny).log_()
+                    surprise.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None].float())
+                    probs.mul_(surprise.add_(factor))
+                else:
+                    probs.mul_(factor)
+                at, own = _inside(local[rows], columns)
+                probs.scatter_add_(1, at, (on_target[rows] * own)[:, None])
+                if ctx.scale != 1.0:
+                    probs.mul_(ctx.scale)
+                probs = probs.to(weight.dtype)
+                _add_product(grad_hidden[rows], probs, part)
+                _add_product(total[columns], probs.t(), hidden[rows])
         # Megatron adds what is returned to main_grad, so that gradients of a tied embedding come together there.
         returned = total.to(whole.dtype) if ctx.main_grad is None else torch.zeros_like(whole)
-        return grad_hidden, returned, None, None, None, None
+        return grad_hidden.to(hidden.dtype), returned, None, None, None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor, inverse_temperature: float) -> Tensor:
@@ -141,9 +150,34 @@ def _logits(hidden: Tensor, weight: Tensor, inverse_temperature: float) -> Tenso
     return logits if inverse_temperature == 1.0 else logits.mul_(inverse_temperature)
 
 
-def _chunks(n: int, weight: Tensor) -> list[slice]:
-    size = max(64, CHUNK_BYTES[weight.device.type] // (4 * weight.shape[0]))
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add ``a @ b`` to a float32 tensor."""
+    if a.dtype is total.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(a @ b)
+
+
+def _tiles(n: int, weight: Tensor) -> tuple[list[slice], list[slice]]:
+    """Rows of hidden states and rows of the weight (columns of logits) whose products are one tile each."""
+    vocab, size = max(weight.shape[0], 1), TILE_BYTES[weight.device.type] // 4
+    rows, width = size // vocab, vocab
+    if rows < min(n, LEAST_ROWS):
+        rows = min(n, 2 * LEAST_ROWS)
+        width = max(64, size // rows)
+    rows = max(rows, 1)
+    return _cut(n, rows), _cut(vocab, width)
+
+
+def _cut(n: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def _inside(local: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Where the targets stand in a tile, int64[n, 1], and whether they do, bool[n]."""
+    at = local - columns.start
+    own = (at >= 0) & (at < columns.stop - columns.start)
+    return torch.where(own, at, 0)[:, None], own
 
 
 def _combine(lse: Tensor, picked: Tensor, mean: Tensor, group) -> tuple[Tensor, Tensor, Tensor, Tensor]:

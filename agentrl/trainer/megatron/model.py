@@ -35,12 +35,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from agentrl.config.architecture import not_computed, rope
 from agentrl.config.megatron_options import CHECKPOINT, passed_on, problems
+from agentrl.config.schema import TrainerOptions
 from agentrl.errors import CheckpointError, ConfigError, first_few
 from agentrl.trainer.megatron import cpu
 from agentrl.trainer.megatron.attention import PackedSequences
 from agentrl.trainer.megatron.layers import block_spec, has_transformer_engine
 from agentrl.trainer.megatron.log_probs import VocabShard
-from agentrl.trainer.megatron.options import TrainerOptions
 from agentrl.trainer.megatron.parallel import Layout
 
 

@@ -9,8 +9,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from agentrl.config.schema import OptimizerOptions, TrainerOptions
 from agentrl.trainer.megatron.model import megatron_overrides, resolve_dtype
-from agentrl.trainer.megatron.options import TrainerOptions
 
 
 def build_optimizer(model: DistributedDataParallel, options: TrainerOptions) -> MegatronOptimizer:
@@ -23,7 +23,6 @@ def build_optimizer(model: DistributedDataParallel, options: TrainerOptions) -> 
         "weight_decay": options.weight_decay,
         "adam_beta1": options.adam_beta1,
         "adam_beta2": options.adam_beta2,
-        "adam_eps": options.adam_eps,
         "clip_grad": options.clip_grad,
         "bf16": dtype is torch.bfloat16,
         "params_dtype": dtype,
@@ -33,11 +32,13 @@ def build_optimizer(model: DistributedDataParallel, options: TrainerOptions) -> 
     return get_megatron_optimizer(OptimizerConfig(**settings), [model], use_gloo_process_groups=False)
 
 
-def build_scheduler(optimizer: MegatronOptimizer, options: TrainerOptions) -> OptimizerParamScheduler:
+def build_scheduler(
+    optimizer: MegatronOptimizer, options: OptimizerOptions, total_steps: int
+) -> OptimizerParamScheduler:
     """Linear warm-up, then ``options.lr_decay_style``. Counts the optimizer steps that were taken.
 
-    With a warm-up of W steps and N steps in all, step k = 1, 2, ... has lr * k / W up to k = W; from there the style
-    takes lr at k = max(W, 1) to min_lr at k = N + 1. So one step has the peak, and none has min_lr.
+    With a warm-up of W steps and N = ``total_steps`` in all, step k = 1, 2, ... has lr * k / W up to k = W; from there
+    the style takes lr at k = max(W, 1) to min_lr at k = N + 1. So one step has the peak, and none has min_lr.
     """
     # Before step k the scheduler has counted k - 1, so its warm-up starts at the first step's rate.
     warmup = max(options.lr_warmup_steps - 1, 0)
@@ -47,7 +48,7 @@ def build_scheduler(optimizer: MegatronOptimizer, options: TrainerOptions) -> Op
         max_lr=options.lr,
         min_lr=options.min_lr,
         lr_warmup_steps=warmup,
-        lr_decay_steps=max(options.lr_decay_steps or 0, warmup + 1),
+        lr_decay_steps=max(total_steps, warmup + 1),
         lr_decay_style=options.lr_decay_style,
         start_wd=options.weight_decay,
         end_wd=options.weight_decay,

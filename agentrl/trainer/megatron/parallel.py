@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from agentrl.config.schema import ParallelOptions, TrainerOptions
 from agentrl.errors import ConfigError
 from agentrl.trainer.megatron import cpu
-from agentrl.trainer.megatron.options import TrainerOptions
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Layout:
         return self.last_stage and self.tp_rank == 0
 
 
-def check_layout(options: TrainerOptions, world_size: int) -> None:
+def check_layout(options: ParallelOptions, world_size: int) -> None:
     """Raise ConfigError when the parallel sizes do not fit the number of ranks."""
-    model = options.tensor_model_parallel_size * options.pipeline_model_parallel_size * options.context_parallel_size
+    model = options.model_parallel_size
     sizes = (
         f"--tensor-model-parallel-size {options.tensor_model_parallel_size} x "
         f"--pipeline-model-parallel-size {options.pipeline_model_parallel_size} x "
@@ -66,7 +66,8 @@ def initialize(
     options: TrainerOptions,
     listener: socket.socket | None = None,
 ) -> Layout:
-    """Join the world and build Megatron's groups. Every collective has ``options.timeout_s``.
+    """Join the world and build Megatron's groups. Every collective ends after
+    ``--distributed-timeout-minutes``.
 
     ``init_method`` says where the ranks meet, as torch writes it: ``file:///path`` of a new file that all of them
     reach, or ``tcp://host:port``, where ``listener`` is rank 0's socket if it listens already. A store on TCP asks
@@ -82,7 +83,7 @@ def initialize(
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    timeout = datetime.timedelta(seconds=options.timeout_s)
+    timeout = datetime.timedelta(minutes=options.distributed_timeout_minutes)
     if options.deterministic:
         torch.use_deterministic_algorithms(True)
         if not cpu.on_cpu():  # read by cuBLAS, TransformerEngine and NCCL when they start
@@ -92,7 +93,7 @@ def initialize(
                 "NCCL_ALGO": "^NVLS",
             }
     if cpu.on_cpu():
-        torch.set_num_threads(options.threads)
+        torch.set_num_threads(options.threads or 1)
         # Ranks on one machine talk over loopback unless the operator chose an interface.
         if on_one_machine(init_method):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -111,7 +112,7 @@ def initialize(
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
         context_parallel_size=options.context_parallel_size,
         expert_model_parallel_size=options.expert_model_parallel_size,
-        distributed_timeout_minutes=max(options.timeout_s / 60, 1e-3),
+        distributed_timeout_minutes=options.distributed_timeout_minutes,
         create_gloo_process_groups=False,
     )
     torch.manual_seed(options.seed)

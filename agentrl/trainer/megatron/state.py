@@ -1,8 +1,8 @@
-"""The trainer's part of a checkpoint: weights, optimizer, scheduler, random state. No pickle.
+"""A model's part of a checkpoint: weights, optimizer, scheduler, random state. No pickle.
 
 ::
 
-    trainer/
+    trainer/policy/
       state.json                     layout it was saved under, counters, scheduler
       model-tp0-pp0.safetensors      one file a tensor- and pipeline-parallel rank:
                                      weight/<name>, exp_avg/<name>, exp_avg_sq/<name>
@@ -33,18 +33,18 @@ from torch import Tensor
 
 from agentrl.data.checkpoint import read_json
 from agentrl.data.files import write_json
+from agentrl.data.tensor_file import save_tensors
 from agentrl.errors import CheckpointError
 from agentrl.trainer.megatron import cpu
 from agentrl.trainer.megatron.model import PolicyModel
 from agentrl.trainer.megatron.parallel import Layout
-from agentrl.trainer.megatron.tensor_file import save_tensors
 
 FORMAT = 1
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _EMBEDDINGS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-class TrainerState:
+class ModelState:
     """Saves and loads what a rank holds. Collective.
 
     Args:

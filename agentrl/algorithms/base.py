@@ -1,0 +1,155 @@
+"""What an algorithm is: which trajectories it takes, the credit of each token, and the names of its loss terms.
+
+Credit is numpy on the whole batch, given between two passes of the trainer: ``infer`` (log-probabilities) before it,
+``update`` after it. So it may look at any trajectory, group or turn, however the batch is cut later. Nothing here
+imports torch; what runs in the gradient is named and lives in :mod:`agentrl.trainer.losses`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from agentrl.algorithms.batch import TrainBatch
+from agentrl.errors import ConfigError, DataError
+from agentrl.types import Group, Outcome, StopReason, Trajectory
+
+if TYPE_CHECKING:
+    from agentrl.config.schema import AlgorithmOptions
+
+
+def trainable(trajectory: Trajectory) -> bool:
+    """Whether a trajectory may enter a baseline and a loss.
+
+    Infrastructure errors may not: their reward says nothing about the policy. Neither may an episode whose
+    time ran out because the engine was slow, nor a trajectory in which the model sampled nothing.
+    """
+    theirs = trajectory.outcome is Outcome.INFRA_ERROR or trajectory.stop_reason is StopReason.ENGINE_TIMEOUT
+    return not theirs and trajectory.num_sampled > 0
+
+
+class Algorithm:
+    """Subclass it, give :meth:`credit`, and name the class: ``--advantage-estimator my_file.py:MyAlgorithm``.
+
+    Args:
+        options: the section "Algorithm" of the run's options.
+    """
+
+    name: ClassVar[str] = "an algorithm of your own"
+    compares: ClassVar[bool] = False
+    """Members of a group are compared with each other: a trajectory without a second one is not trained on."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Columns that credit or correction reads and the trainer infers first: ``old``, ``ref``."""
+    terms: ClassVar[tuple[str, ...]] = ("clipped_surrogate", "kl", "entropy")
+    """Loss terms, by the name of a function in :mod:`agentrl.trainer.losses` or of a method of this class with the
+    same arguments."""
+    aggregation: ClassVar[str | Callable[[np.ndarray], np.ndarray]] = "token_mean"
+    """How the terms of tokens become one number, see :mod:`agentrl.algorithms.aggregation`."""
+    sequence_ratio: ClassVar[bool] = False
+    """The probability ratio is that of the whole trajectory, see :meth:`log_ratio`."""
+
+    def __init__(self, options: AlgorithmOptions):
+        self.options = options
+
+    # -- what an algorithm says -------------------------------------------------------------------
+
+    def credit(self, batch: TrainBatch) -> np.ndarray:
+        """Advantage of each token, float[T]; what was not sampled is ignored. ``batch.spread`` makes it of a number a
+        trajectory, ``self.rewards(batch)`` are the rewards."""
+        raise NotImplementedError(f"{type(self).__name__} has no credit(batch)")
+
+    def correction(self, batch: TrainBatch) -> np.ndarray | None:
+        """Factor of each token's policy term, float[T], from log-probabilities before the step (``batch["rollout"]``,
+        ``batch["old"]``): importance weights, or a mask. None: 1."""
+        return None
+
+    def log_ratio(self, batch: TrainBatch) -> np.ndarray:
+        """With ``sequence_ratio``: log of the trajectory's ratio on each of its tokens, float[T]. By default the mean
+        of ``current`` - ``old`` over the trajectory (GSPO, arXiv:2507.18071, equation 7).
+
+        The trainer infers ``current`` before each optimizer step, so the ratio is exact also where segments of a
+        trajectory lie in different micro-batches or ranks. Its gradient goes through every token.
+        """
+        return batch.spread(batch.means(batch["current"] - batch["old"]))
+
+    # -- what follows from it ---------------------------------------------------------------------
+
+    def check(self, n_samples_per_prompt: int) -> None:
+        """Raise ConfigError where so many episodes a task teach nothing."""
+        if self.compares and n_samples_per_prompt < 2:
+            raise ConfigError(
+                f"--n-samples-per-prompt {n_samples_per_prompt} teaches nothing: {self.name} compares the episodes of "
+                "one task, and one alone has advantage 0. Give at least 2."
+            )
+
+    def select(self, groups: Iterable[Group]) -> set[str]:
+        """Ids of the trajectories to train on: the trainable ones; where they are compared, those with another of
+        their group. Agents of one episode have groups of their own, ``<group>/<agent>``.
+
+        Raises:
+            DataError: a reward is not finite.
+        """
+        members: dict[str, list[Trajectory]] = defaultdict(list)
+        for group in groups:
+            for trajectory in group.trajectories:
+                if not trainable(trajectory):
+                    continue
+                if not math.isfinite(trajectory.reward):
+                    raise DataError(
+                        f"reward of trajectory {trajectory.trajectory_id!r} is {trajectory.reward!r}, expected a "
+                        "finite number; end such an episode with stop_reason=ENV_ERROR so that it is left out"
+                    )
+                members[trajectory.group_id].append(trajectory)
+        least = 2 if self.compares else 1
+        return {t.trajectory_id for those in members.values() if len(those) >= least for t in those}
+
+    def infers(self, steps: int) -> tuple[str, ...]:
+        """Columns that the trainer must infer before credit is given, for so many optimizer steps."""
+        options, wanted = self.options, set(self.needs)
+        if options.use_kl_loss and options.kl_loss_coef:
+            wanted.add("ref")
+        if options.kl_coef:
+            wanted |= {"old", "ref"}
+        # With one step the model's own log-probabilities are the old ones, and are there anyway.
+        if steps > 1 or self.sequence_ratio:
+            wanted.add("old")
+        return tuple(sorted(wanted - {"old"} if options.use_rollout_logprobs else wanted))
+
+    def prepare(self, batch: TrainBatch) -> dict[str, np.ndarray]:
+        """Columns to add to a batch that has what :meth:`infers` names: ``old`` where it is the engine's,
+        ``advantage``, ``correction``.
+
+        Raises:
+            ConfigError: credit or correction have another shape than [T].
+        """
+        columns: dict[str, np.ndarray] = {}
+        if self.options.use_rollout_logprobs:
+            columns["old"] = batch["rollout"]
+            batch = batch.with_columns(**columns)
+        for name, values in {"advantage": self.credit(batch), "correction": self.correction(batch)}.items():
+            if values is None:
+                continue
+            if np.shape(values) != (batch.num_tokens,):
+                raise ConfigError(
+                    f"--advantage-estimator {self.name}: its {name} has shape {np.shape(values)}, expected one number "
+                    f"a token, ({batch.num_tokens},); batch.spread(values) makes it of a number a trajectory"
+                )
+            columns[name] = np.where(batch.loss_mask == 1, values, 0).astype(np.float32)
+        return columns
+
+    def rewards(self, batch: TrainBatch) -> np.ndarray:
+        """float64[R]: rewards less ``--kl-coef`` times the trajectory's log(old / ref), its KL to the reference (RLOO,
+        arXiv:2402.14740, equation 1)."""
+        if not self.options.kl_coef:
+            return batch.rewards
+        return batch.rewards - self.options.kl_coef * batch.sums(batch["old"] - batch["ref"])
+
+
+def zero_variance_fraction(batch: TrainBatch) -> float:
+    """Share of trajectories whose advantage is 0 on every token, which teach nothing (0 when there is none)."""
+    teaching = batch.sums(batch["advantage"] != 0)
+    return float((teaching == 0).mean()) if len(teaching) else 0.0

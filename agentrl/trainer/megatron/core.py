@@ -1,0 +1,231 @@
+"""A model on Megatron-core as one rank holds it: weights, gradients, optimizer, schedule, packed forward and backward.
+
+It knows no algorithm: what is computed from the hidden states is the `head` of whoever runs it (`policy.py`). Every
+method is collective: all ranks of the world call it with the same arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from agentrl.algorithms import TrainBatch
+from agentrl.config.schema import TrainerOptions
+from agentrl.trainer import packing
+from agentrl.trainer.batch import micro_batch
+from agentrl.trainer.megatron import cpu
+
+cpu.install()
+
+from megatron.core.distributed import finalize_model_grads  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+
+from agentrl.trainer.megatron import model as models  # noqa: E402
+from agentrl.trainer.megatron.attention import PackedSequences, pack  # noqa: E402
+from agentrl.trainer.megatron.export import Exporter, save_hf  # noqa: E402
+from agentrl.trainer.megatron.layers import has_transformer_engine  # noqa: E402
+from agentrl.trainer.megatron.optimizer import build_optimizer, build_scheduler, optimizer_step  # noqa: E402
+from agentrl.trainer.megatron.parallel import Layout  # noqa: E402
+from agentrl.trainer.megatron.state import ModelState  # noqa: E402
+
+
+@dataclass
+class Packed:
+    """A micro-batch on the device; see :class:`~agentrl.trainer.batch.MicroBatch`."""
+
+    tokens: Tensor
+    packing: PackedSequences
+    rows: Tensor
+    targets: Tensor
+    at: np.ndarray
+    columns: dict[str, Tensor]
+
+
+Head = Callable[[Packed, Tensor], tuple[Tensor, Mapping[str, Any]]]
+"""From a micro-batch and the last stage's hidden states to a loss, and what :meth:`Core.run` is to return."""
+
+
+class Core:
+    """One model in training.
+
+    Args:
+        hf_checkpoint: directory the weights, the architecture and the tokenizer files come from.
+        options: the trainer's.
+        layout: where this rank stands in a world that it has joined.
+
+    Raises:
+        ConfigError: unknown Megatron options, an unknown architecture.
+        CheckpointError: the checkpoint directory is not usable.
+    """
+
+    def __init__(self, hf_checkpoint: str | Path, options: TrainerOptions, layout: Layout):
+        self.hf_checkpoint, self.options, self.layout = Path(hf_checkpoint), options, layout
+        hf_config = models.read_config(hf_checkpoint)
+        models.check_overrides(options, hf_config)
+        self.device = torch.device("cpu") if cpu.on_cpu() else torch.device("cuda", torch.cuda.current_device())
+        self.bridge = models.make_bridge(hf_config, options, layout)
+        self.model = models.build_model(self.bridge, layout)
+        self.ddp = models.wrap_ddp(self.model, options)
+        self.model.config.finalize_model_grads_func = finalize_model_grads
+        if self.ddp.ddp_config.overlap_grad_reduce:
+            # Gradients travel after the last micro-batch; Megatron otherwise expects as many of them in each step.
+            self.model.config.no_sync_func = self.ddp.no_sync
+        models.load_weights(self.model, self.bridge, hf_checkpoint)
+        self.optimizer = build_optimizer(self.ddp, options)
+        self.scheduler = build_scheduler(self.optimizer, options, options.total_steps)
+        # Megatron's --overlap-param-gather: updated weights reach the other ranks in the next forward pass.
+        self.gathers_late = self.ddp.use_forward_hook
+        self._state = ModelState(self.model, self.bridge, self.optimizer, self.scheduler, layout)
+        self.steps_done = self.steps_skipped = 0
+
+    def load_hf(self, path: str | Path) -> None:
+        """Set the weights from a Hugging Face checkpoint directory of the same architecture."""
+        models.read_config(path)
+        models.load_weights(self.model, self.bridge, path)
+        self.optimizer.reload_model_params()
+
+    # -- forward and backward ---------------------------------------------------------------------
+
+    def schedule(
+        self, batch: TrainBatch, num_steps: int = 1, keys: Sequence[Hashable] | None = None
+    ) -> list[packing.Step]:
+        """Which sequences run together; those of one key in one optimizer step."""
+        fixed = None if self.options.use_dynamic_batch_size else self.options.micro_batch_size
+        return packing.schedule(
+            batch.lengths.tolist(),
+            dp=self.layout.dp,
+            max_tokens=None if fixed else self.options.max_tokens_per_gpu,
+            micro_batch_size=fixed,
+            num_steps=num_steps,
+            keys=keys,
+        )
+
+    def run(self, batch: TrainBatch, step: packing.Step, head: Head, *, forward_only: bool = False) -> list[dict]:
+        """What ``head`` returned beside the loss, for each micro-batch of this rank; gradients are in the buffers.
+
+        Megatron divides a micro-batch's loss by their number and averages gradients over data-parallel ranks:
+        weights of tokens must carry :meth:`scale`.
+        """
+
+        def forward(iterator: Iterator[Packed], model):
+            packed = next(iterator)
+            hidden = model(
+                input_ids=packed.tokens,
+                position_ids=packed.packing.positions[None],
+                attention_mask=None,
+                packed_seq_params=packed.packing,
+            )
+            return hidden, functools.partial(head, packed)
+
+        mine = step.ranks[self.layout.dp_rank]
+        if not forward_only:
+            self.ddp.zero_grad_buffer()
+            self.optimizer.zero_grad()
+        self.model.train(not forward_only)  # no dropout in a forward pass, and nothing is kept for a backward one
+        try:
+            with torch.set_grad_enabled(not forward_only):
+                return get_forward_backward_func()(
+                    forward_step_func=forward,
+                    data_iterator=(self.pack(batch, samples) for samples in mine),
+                    model=self.ddp,
+                    num_microbatches=len(mine),
+                    seq_length=self.options.max_tokens_per_gpu,
+                    micro_batch_size=1,
+                    forward_only=forward_only,
+                )
+        finally:
+            self.model.train()
+
+    def scale(self, step: packing.Step) -> int:
+        """What a weight of a token must be multiplied with, see :meth:`run`."""
+        return step.num_micro_batches * self.layout.dp
+
+    def pack(self, batch: TrainBatch, samples: Sequence[int]) -> Packed:
+        """These sequences as one micro-batch on the device."""
+        micro = micro_batch(batch, samples, multiple_of=self.layout.tp if self.options.sequence_parallel else 1)
+
+        def put(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+        return Packed(
+            tokens=put(micro.tokens)[None],
+            packing=pack(tuple(micro.lengths.tolist()), put(micro.positions), thd=has_transformer_engine()),
+            rows=put(micro.rows),
+            targets=put(micro.targets),
+            at=micro.at,
+            columns={name: put(values) for name, values in micro.columns.items()},
+        )
+
+    def update(self) -> dict[str, float]:
+        """Update the weights from the gradients in the buffers. See `optimizer_step`."""
+        updated, norm, rate = optimizer_step(self.optimizer, self.scheduler, self.options.clip_grad)
+        self.steps_done += 1
+        self.steps_skipped += not updated
+        return {"train/grad_norm": norm, "train/lr": rate, "train/steps_skipped": float(not updated)}
+
+    def settle(self) -> None:
+        """After the last update: export and log-probabilities would otherwise see some weights of before."""
+        if self.gathers_late:
+            self.ddp.start_param_sync(force_sync=True)
+
+    # -- over the world ---------------------------------------------------------------------------
+
+    def whole(self, results: Sequence[Mapping[str, Any]], name: str, size: int) -> np.ndarray:
+        """float32[size]: values under ``name`` at the places under ``at``, of all ranks. The same on all ranks."""
+        values = torch.zeros(size, dtype=torch.float32, device=self.device)
+        if self.layout.reports:
+            for result in results:
+                values[torch.from_numpy(result["at"]).to(self.device)] = result[name]
+        if self.layout.world_size > 1:
+            dist.all_reduce(values)
+        return values.cpu().numpy()
+
+    def reduce(self, results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[dict[str, float], float]:
+        """Sums under ``sums`` and the largest of ``largest``, of all ranks. The same on all ranks."""
+        sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        largest = torch.zeros((), dtype=torch.float32, device=self.device)
+        if self.layout.reports:
+            for result in results:
+                sums += torch.stack([result["sums"][name] for name in names])
+            largest = torch.stack([r["largest"] for r in results]).max()
+        if self.layout.world_size > 1:
+            dist.all_reduce(sums)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return dict(zip(names, sums.tolist(), strict=True)), float(largest)
+
+    # -- weights and state ------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _exporter(self) -> Exporter:
+        return Exporter(self.model, self.bridge)
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """``(hf_name, full tensor)`` of every weight, on every rank in lockstep. See Exporter."""
+        return iter(self._exporter)
+
+    def save_hf(self, target: str | Path) -> None:
+        """Write the weights as a Hugging Face directory with tokenizer and chat template."""
+        save_hf(self.export(), self.hf_checkpoint, Path(target), write=self.layout.rank == 0)
+        if self.layout.world_size > 1:
+            dist.barrier()
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer, scheduler and random state into a folder (see `state.py`)."""
+        self._state.save(folder, {"steps_done": self.steps_done, "steps_skipped": self.steps_skipped})
+
+    def load(self, folder: Path) -> None:
+        """Go on from a folder that :meth:`save` wrote, at the same or another parallel layout.
+
+        Raises:
+            CheckpointError: files are missing or of another model.
+        """
+        counters = self._state.load(folder)
+        self.steps_done, self.steps_skipped = counters["steps_done"], counters["steps_skipped"]

@@ -1,0 +1,152 @@
+"""The policy on a :class:`Core`: log-probabilities under its weights and the reference's, and updates on a loss."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from torch import Tensor
+
+from agentrl.algorithms import Algorithm, TrainBatch
+from agentrl.algorithms.aggregation import aggregate
+from agentrl.errors import ConfigError
+from agentrl.trainer import agreement
+from agentrl.trainer.losses import MISMATCH, Loss, Tokens, metrics_of
+from agentrl.trainer.megatron.core import Core, Packed
+from agentrl.trainer.megatron.log_probs import log_probs
+from agentrl.trainer.megatron.model import vocab_shard
+from agentrl.trainer.packing import Step
+from agentrl.trainer.reference import WeightCopies
+
+
+class Policy:
+    """The model that is trained.
+
+    Args:
+        core: its weights and optimizer.
+        algorithm: what gives credit, and names the terms of the loss.
+    """
+
+    columns = ("old", "ref")
+    """What :meth:`infer` can give."""
+
+    def __init__(self, core: Core, algorithm: Algorithm):
+        options = core.options
+        self.core, self.algorithm, self.loss = core, algorithm, Loss(algorithm, options)
+        self._shard = vocab_shard(core.model, core.bridge, core.layout) if core.layout.last_stage else None
+        self._stop = agreement.Bounds.of(options, gpu=core.device.type == "cuda").stop
+        self._copies = WeightCopies(core.model)
+        if "ref" in algorithm.infers(1):
+            if options.ref_load:
+                core.load_hf(options.ref_load)
+            self._copies.keep("ref")
+            if options.ref_load:
+                core.load_hf(core.hf_checkpoint)
+
+    def infer(self, batch: TrainBatch, name: str) -> np.ndarray:
+        """Log-probabilities of the sampled tokens under the live (``old``) or the reference (``ref``) weights.
+
+        Returns:
+            float32[T], 0 where a token was not sampled. The same on all ranks.
+
+        Raises:
+            ConfigError: no reference weights are kept.
+        """
+        (step,) = self.core.schedule(batch)
+        if name == "old":
+            return self._log_probs(batch, step)
+        if name not in self._copies:
+            raise ConfigError("no reference weights are kept; give --use-kl-loss or --kl-coef, or name 'ref' in needs")
+        with self._copies.use(name):
+            return self._log_probs(batch, step)
+
+    def update(
+        self, batch: TrainBatch, *, num_steps: int = 1, keep: bool = False
+    ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+        """Train on a batch that has ``advantage`` in ``num_steps`` optimizer steps and report.
+
+        Args:
+            batch: all sequences of the rollout; every rank gets the whole of it and takes its part. Without a column
+                ``old`` the model as it stands is the old policy, which one step allows.
+            num_steps: optimizer steps; episodes are dealt to them in order, never split. Fewer are made
+                where fewer episodes are left of the rollout.
+            keep: also return ``current`` and ``ratio``, each token's in its own step, float32[T].
+
+        Returns:
+            Metrics, means over the steps (counts are sums, ``lr`` is the last), and columns. The same on all ranks.
+
+        Raises:
+            DisagreementError: the engine's log-probabilities are not this model's
+                (``--logprob-abs-diff-stop``). Nothing was updated.
+        """
+        began = time.perf_counter()
+        core, num_steps = self.core, batch.steps(num_steps)
+        if num_steps > 1 and "old" not in batch.columns:
+            raise ConfigError(f"{num_steps} optimizer steps need the column 'old'; infer it before the first")
+        kept = {name: np.zeros(batch.num_tokens, np.float32) for name in (("current", "ratio") if keep else ())}
+        reports = []
+        for step in core.schedule(batch, num_steps, [batch.episode_ids[t] for t in batch.trajectory_of]):
+            scale = core.scale(step)
+            weight = aggregate(batch, step.samples, self.algorithm.aggregation) * scale
+            columns = {"weight": weight.astype(np.float32)}
+            if self.algorithm.sequence_ratio:
+                # Before the first update the old policy is the present one, where the trainer inferred it.
+                inferred = not reports and not core.options.use_rollout_logprobs
+                current = batch["old"] if inferred else self._log_probs(batch, step)
+                log_ratio = self.algorithm.log_ratio(batch.with_columns(current=current))
+                columns["log_ratio"] = log_ratio.astype(np.float32)
+            results = core.run(batch.with_columns(**columns), step, self._head(keep))
+            report = metrics_of(*core.reduce(results, self.loss.names()), scale)
+            # Engine against trainer can be compared only before the first update moves the weights.
+            agreement.refuse(report, 0.0 if reports else self._stop)
+            for name, values in kept.items():
+                values += core.whole(results, name, batch.num_tokens)
+            reports.append(report | core.update() | {"train/micro_batches": float(step.num_micro_batches)})
+        core.settle()
+        seconds = time.perf_counter() - began
+        metrics = {name: float(np.mean([r[name] for r in reports])) for name in reports[0]}
+        metrics |= {name: reports[0][name] for name in MISMATCH}
+        totals = ("train/sampled_tokens", "train/steps_skipped", "train/micro_batches")
+        metrics |= {name: sum(r[name] for r in reports) for name in totals}
+        return metrics | {
+            "train/lr": reports[-1]["train/lr"],
+            "train/steps": float(num_steps),
+            "train/tokens": float(batch.num_tokens),
+            "train/samples": float(len(batch)),
+            "train/trajectories": float(batch.num_trajectories),
+            "time/train_steps": seconds,
+            "train/tokens_per_s": batch.num_tokens / seconds,
+        }, kept
+
+    def _head(self, keep: bool):
+        def head(packed: Packed, hidden: Tensor):
+            values, entropy = self._of(packed, hidden, entropy=self.loss.wants_entropy)
+            tokens = Tokens(values, entropy, packed.columns)
+            total, sums, largest = self.loss(tokens)
+            result = {"sums": sums, "largest": largest, "at": packed.at}
+            if keep:
+                result |= {"current": values.detach(), "ratio": tokens.log_ratio.detach().exp()}
+            return total, result
+
+        return head
+
+    def _log_probs(self, batch: TrainBatch, step: Step) -> np.ndarray:
+        def head(packed: Packed, hidden: Tensor):
+            values, _ = self._of(packed, hidden)
+            return values.new_zeros(()), {"at": packed.at, "values": values}
+
+        return self.core.whole(self.core.run(batch, step, head, forward_only=True), "values", batch.num_tokens)
+
+    def _of(self, packed: Packed, hidden: Tensor, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        core = self.core
+        weight = core.model.output_weight()
+        if core.gathers_late:  # Megatron waits for weights in the forward pass of their module, and this one has none
+            core.ddp.param_to_bucket_group[weight].finish_param_sync()
+        return log_probs(
+            core.model.rows_for_logits(hidden, packed.rows),
+            weight,
+            packed.targets,
+            self._shard,
+            temperature=core.options.rollout_temperature,
+            entropy=entropy,
+        )

@@ -1,0 +1,90 @@
+"""Log-probabilities at a real vocabulary, forward and backward, against a plain version in chunks of 512 rows.
+
+Plain: for each chunk the logits, ``log_softmax`` and the target's entry, under torch's checkpointing, so that logits of
+one chunk exist at a time. Both in one run, alternating; peak memory is that of the process above what it had before.
+Prints a line per repeat and, last, one JSON object. Exits 1 when ours takes more time or more memory.
+
+    python benchmarks/log_probs.py [--threads 2] [--repeats 5] [--tokens 1024] [--hidden 512]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+LIMIT = 1.0
+VOCAB, ROWS = 151_936, 512
+
+
+def peak_kb() -> int:
+    """Most memory of this process since the last :func:`forget_peak`."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--hidden", type=int, default=512)
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    from agentrl.trainer.megatron.log_probs import VocabShard, log_probs
+
+    torch.set_num_threads(args.threads)
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(args.tokens, args.hidden, generator=g).mul_(0.1).requires_grad_()
+    weight = torch.randn(VOCAB, args.hidden, generator=g).mul_(0.1).requires_grad_()
+    targets = torch.randint(0, VOCAB, (args.tokens,), generator=g)
+    upstream = torch.randn(args.tokens, generator=g)
+
+    def ours():
+        return log_probs(hidden, weight, targets, VocabShard(0, VOCAB))[0]
+
+    def chunk(rows, at):
+        return (rows @ weight.t()).log_softmax(-1).gather(1, at[:, None]).squeeze(1)
+
+    def plain():
+        pairs = zip(hidden.split(ROWS), targets.split(ROWS), strict=True)
+        return torch.cat([checkpoint(chunk, rows, at, use_reentrant=False) for rows, at in pairs])
+
+    ways = {"ours": ours, "plain": plain}
+    seconds, peaks, values = {w: [] for w in ways}, {w: [] for w in ways}, {}
+    for n in range(-1, args.repeats):  # the first one warms up
+        for which in ways if n % 2 else reversed(ways):
+            hidden.grad = weight.grad = None
+            forget_peak()
+            base, began = peak_kb(), time.perf_counter()
+            out = ways[which]()
+            (out * upstream).sum().backward()
+            took, peak = time.perf_counter() - began, (peak_kb() - base) / 1024
+            values[which] = out.detach()
+            if n >= 0:
+                seconds[which].append(took)
+                peaks[which].append(peak)
+        if n >= 0:
+            print(", ".join(f"{w} {seconds[w][-1]:.2f} s +{peaks[w][-1]:.0f} MB" for w in ways), flush=True)
+    apart = float((values["ours"] - values["plain"]).abs().max())
+    ratio = statistics.median(a / b for a, b in zip(seconds["ours"], seconds["plain"], strict=True))
+    memory = statistics.median(peaks["ours"]) / statistics.median(peaks["plain"])
+    outcome = {"benchmark": "log_probs", "limit": LIMIT, "ratio": ratio, "memory_ratio": memory, "apart": apart}
+    print(json.dumps(outcome | vars(args) | {"seconds": seconds, "peaks_mb": peaks}))
+    print(f"log-probabilities at {VOCAB:,} words / plain, {ROWS} rows a chunk: time {ratio:.2f}, memory {memory:.2f}")
+    return int(ratio > LIMIT or memory > LIMIT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
