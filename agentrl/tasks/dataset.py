@@ -311,7 +311,7 @@ def _check_answer(answer: Any, key: str | None, record: Record, where: object) -
 
 
 def _keys(record: Record) -> str:
-    return ", ".join(repr(key) for key in record) or "none"
+    return ", ".join(map(repr, record)) or "none"
 
 
 # -- splits ----------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def split_rows(loaded: TaskRows, test_fraction: float = 0.0) -> Mapping[str, Seq
     if not loaded.parts:
         train, test = _by_bucket(loaded, 0, len(loaded.rows), test_fraction)
         return {"train": train, "test": test, "all": loaded.rows}
-    splits: dict[str, Sequence[Row]] = {name: _take(loaded.rows, *part) for name, part in loaded.parts.items()}
+    splits = {name: loaded.rows[first:end] for name, (first, end) in loaded.parts.items()}
     if test_fraction:
         names = ", ".join(loaded.parts)
         if "test" in splits or "train" not in splits:
@@ -349,18 +349,14 @@ def split_rows(loaded: TaskRows, test_fraction: float = 0.0) -> Mapping[str, Seq
 
 def _by_bucket(loaded: TaskRows, first: int, end: int, fraction: float) -> tuple[Sequence[Row], Sequence[Row]]:
     """The rows of ``[first, end)`` that stay, and those held out."""
+    rows = loaded.rows
     if fraction == 0.0:
-        return _take(loaded.rows, first, end), _take(loaded.rows, end, end)
+        return rows[first:end], rows[end:end]
     out = loaded.buckets[first:end] < fraction * 2**32
-    return _chosen(loaded.rows, first + np.flatnonzero(~out)), _chosen(loaded.rows, first + np.flatnonzero(out))
-
-
-def _take(rows: Sequence[Row], first: int, end: int) -> Sequence[Row]:
-    return rows if (first, end) == (0, len(rows)) else rows[first:end]
-
-
-def _chosen(rows: Sequence[Row], numbers: np.ndarray) -> Sequence[Row]:
-    return rows.choose(numbers) if hasattr(rows, "choose") else [rows[i] for i in numbers.tolist()]
+    stay, held_out = first + np.flatnonzero(~out), first + np.flatnonzero(out)
+    if hasattr(rows, "choose"):  # on disk
+        return rows.choose(stay), rows.choose(held_out)
+    return [rows[i] for i in stay.tolist()], [rows[i] for i in held_out.tolist()]
 
 
 def _warn_of_overlap(loaded: TaskRows) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,19 @@ def test_what_is_not_task_data_is_refused(tmp_path):
     path = write_parquet(tmp_path / "t.parquet", ROWS)
     with pytest.raises(DataError, match="row 1: no key 'q'; the row has 'prompt', 'label', 'level'. Set --input-key"):
         load_tasks(path, input_key="q", columns=())
+
+
+@pytest.mark.parametrize("missing", ["pyarrow", "datasets"])
+def test_lines_need_no_package_and_the_rest_says_which(tmp_path, monkeypatch, missing):
+    """The light install reads JSON Lines; what is heavy is an extra."""
+    for name in ("pyarrow", "pyarrow.parquet", "datasets"):
+        monkeypatch.setitem(sys.modules, name, None if name.startswith(missing) else sys.modules.get(name))
+    path = write(tmp_path / "t.jsonl", ROWS)
+    assert len(load_tasks(path)["train"]) == 40
+    (tmp_path / "t.parquet").write_bytes(b"PAR1")
+    needs = {"pyarrow": (tmp_path / "t.parquet", False), "datasets": (path, True)}[missing]
+    with pytest.raises(ConfigError, match=f"reading it needs the package {missing}: pip install .*\\[data\\]"):
+        load_tasks(needs[0], streaming=needs[1], cache_dir=tmp_path / "cache")
 
 
 # -- splits ----------------------------------------------------------------------------------------
