@@ -8,6 +8,7 @@ model, a used-up quota) is a :class:`~agentrl.errors.ConfigError`, which ends th
 from __future__ import annotations
 
 import asyncio
+import email.utils
 import json
 import logging
 import random
@@ -16,18 +17,34 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+from pydantic import SecretStr
 
 from agentrl.chat_api.refusals import ContextOverflow, error_text, refusal
 from agentrl.chat_api.reply import Reply, parse_reply
-from agentrl.chat_api.transport import NoAnswer, ServerConnection
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
+_LARGEST_ANSWER = 64 << 20
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _GARBAGE_ATTEMPTS = 3
 _REFUSALS = 3
 """Requests refused (HTTP 400) before any was answered after which the evaluation ends: it is not the tasks."""
+
+
+class NoAnswer(Exception):
+    """An attempt gave no valid answer; another may.
+
+    ``after``: seconds the server asked to wait. ``reached``: whether there was a server at all.
+    """
+
+    def __init__(self, reason: str, after: float = 0.0, *, reached: bool = True) -> None:
+        super().__init__(reason)
+        self.after, self.reached = after, reached
 
 
 @dataclass
@@ -73,7 +90,10 @@ class OpenAIClient:
         max_backoff: float = 30.0,
         connect_timeout: float = 10.0,
     ) -> None:
-        self._server = ServerConnection(base_url, api_key, api_key_env, connect_timeout=connect_timeout)
+        self.base_url, self._host = _usable_url(base_url)
+        self._key = _usable_key(api_key, api_key_env)
+        self._connect_timeout = connect_timeout
+        self._http: httpx.AsyncClient | None = None  # bound to the event loop that it is first used on
         self.model = model
         self.notes: list[str] = []
         self.counters = ServerCounters()
@@ -88,12 +108,8 @@ class OpenAIClient:
         self._broken: str | None = None
         self.trouble: str | None = None
         """Why the last attempt got no answer; None after one that did."""
-        if self._server.exposes_key:
+        if self._key and self.base_url.startswith("http://") and self._host not in _LOOPBACK:
             self.note(f"the key of {api_key_env or 'the client'} goes to {self.base_url} unencrypted")
-
-    @property
-    def base_url(self) -> str:
-        return self._server.base_url
 
     async def __aenter__(self) -> OpenAIClient:
         return self
@@ -103,7 +119,9 @@ class OpenAIClient:
 
     async def close(self) -> None:
         """Close the connections. The client can be used again afterwards."""
-        await self._server.close()
+        client, self._http = self._http, None
+        if client is not None:
+            await client.aclose()
 
     def metrics(self) -> dict[str, float]:
         """The counters as one flat dict."""
@@ -184,7 +202,7 @@ class OpenAIClient:
             body = body_now()
             pause = delay * random.uniform(0.5, 1.0)
             try:
-                status, content, wait = await self._server.exchange("POST", "/chat/completions", body, left)
+                status, content, wait = await self._exchange("POST", "/chat/completions", body, left)
                 self._reached, self._broken = time.monotonic(), None
                 if status == 200:
                     reply = parse_reply(content)
@@ -195,11 +213,11 @@ class OpenAIClient:
             except NoAnswer as error:
                 self._reached = time.monotonic() if error.reached else self._reached
                 if not reason or time.monotonic() < deadline:  # that time was up says less than what came before
-                    reason = self._server.safe(str(error))
+                    reason = self._safe(str(error))
                 pause = max(pause, error.after)
             except ValueError as error:
                 garbage += 1
-                reason = self._server.safe(str(error))
+                reason = self._safe(str(error))
                 if garbage == _GARBAGE_ATTEMPTS:
                     raise EngineError(f"{self.base_url}/chat/completions: {reason}") from None
             self.trouble = reason
@@ -243,7 +261,7 @@ class OpenAIClient:
 
         Raises: what :meth:`complete` raises, or NoAnswer.
         """
-        text = self._server.safe(error_text(content))
+        text = self._safe(error_text(content))
         verdict = refusal(status, content, body)
         if verdict.kind == "transient":
             raise NoAnswer(f"HTTP {status}: {text[:300]}", wait)
@@ -276,27 +294,76 @@ class OpenAIClient:
             return "No retry will help: see the account's quota"
         if status in (401, 403):
             state = f"the environment variable {self._key_env}" if self._key_env else "nowhere"
-            return f"The key is taken from {state}, which is {'set' if self._server.has_key else 'not set'}"
+            return f"The key is taken from {state}, which is {'set' if self._key else 'not set'}"
         return f"Check --base-url (it usually ends with /v1) and --model (now {self.model!r})"
 
     async def _listed_models(self, timeout: float) -> list[str] | None:
         deadline, pause = time.monotonic() + timeout, self._backoff
         while True:
             try:
-                status, content, _ = await self._server.exchange("GET", "/models", None, deadline - time.monotonic())
+                status, content, _ = await self._exchange("GET", "/models", None, deadline - time.monotonic())
                 break
             except NoAnswer as error:
                 if time.monotonic() + pause >= deadline:
-                    text = f"no server answers at {self.base_url}: {self._server.safe(str(error))}"
+                    text = f"no server answers at {self.base_url}: {self._safe(str(error))}"
                     raise EngineError(text + ". Is it running, and is --base-url right?") from None
                 await asyncio.sleep(pause)
         if status == 401:
-            said = self._server.safe(error_text(content))
+            said = self._safe(error_text(content))
             raise ConfigError(f"{self.base_url} answered HTTP 401: {said}. {self._advice(401, '')}")
         try:
             return [str(entry["id"]) for entry in json.loads(content)["data"]] if status == 200 else None
         except (ValueError, TypeError, KeyError, RecursionError):
             return None  # not every server has this list, and nothing but a default depends on it
+
+    def _safe(self, text: str) -> str:
+        """``text`` without the key, which servers like to repeat."""
+        return text.replace(self._key.get_secret_value(), "***") if self._key else text
+
+    async def _exchange(
+        self, method: str, path: str, body: dict[str, Any] | None, seconds: float
+    ) -> tuple[int, bytes, float]:
+        """``(status, body, seconds the server asked to wait)`` of one request.
+
+        Raises NoAnswer without a whole answer in time.
+        """
+        content = None
+        if body is not None:
+            # Not every server reads the escape of a lone surrogate, which a model can produce.
+            content = json.dumps(body, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
+        answer = bytearray()
+        try:
+            async with (
+                asyncio.timeout(max(seconds, 0.001)) as clock,
+                self._client().stream(method, self.base_url + path, content=content) as response,
+            ):
+                async for piece in response.aiter_bytes():
+                    answer += piece
+                    if len(answer) > _LARGEST_ANSWER:
+                        raise EngineError(f"{self.base_url}{path}: the answer is longer than {_LARGEST_ANSWER} bytes")
+                return response.status_code, bytes(answer), _seconds_to_wait(response.headers.get("retry-after"))
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            raise NoAnswer(f"no whole answer in {seconds:.1f} s") from None
+        except (httpx.TransportError, httpx.DecodingError) as error:
+            reached = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            raise NoAnswer(f"{type(error).__name__}: {error}", reached=reached) from None
+
+    def _client(self) -> httpx.AsyncClient:
+        if self._http is None:
+            headers = {"Content-Type": "application/json"}
+            if self._key:
+                headers["Authorization"] = f"Bearer {self._key.get_secret_value()}"
+            self._http = httpx.AsyncClient(
+                headers=headers,
+                timeout=httpx.Timeout(None, connect=self._connect_timeout),
+                # uvicorn drops idle connections after 5 s.
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=4.0),
+                # A proxy of the environment is for servers elsewhere.
+                trust_env=self._host not in _LOOPBACK,
+            )
+        return self._http
 
     @asynccontextmanager
     async def _slot(self, timeout: float) -> AsyncIterator[None]:
@@ -313,3 +380,36 @@ class OpenAIClient:
                     ) from None
                 stack.callback(self._slots.release)
             yield
+
+
+def _usable_url(base_url: str) -> tuple[str, str]:
+    """The URL without trailing slash, and its host."""
+    parts = urlsplit(base_url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"--base-url {base_url!r}: expected an address like http://127.0.0.1:8000/v1")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        shown = f"{parts.scheme}://{parts.hostname}..."
+        raise ConfigError(f"--base-url {shown}: expected an address without user, password, query and fragment")
+    url = base_url.rstrip("/").removesuffix("/chat/completions")
+    return url, parts.hostname
+
+
+def _usable_key(key: str | None, env: str) -> SecretStr | None:
+    key = (key or "").strip()
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"the key in the environment variable {env} holds characters that no key has")
+    return SecretStr(key) if key else None
+
+
+def _seconds_to_wait(header: str | None) -> float:
+    """A ``Retry-After`` header in seconds from now; 0 without one."""
+    if not header:
+        return 0.0
+    try:
+        return max(0.0, float(header))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(header).timestamp() - time.time())
+    except ValueError:
+        return 0.0
