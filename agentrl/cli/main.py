@@ -88,7 +88,12 @@ def _dispatch(words: list[str]) -> int:
     if name in ("--version", "-V"):
         name = "version"
     if name not in COMMANDS:
-        return _unknown(name)
+        from agentrl.config.names import nearest
+
+        close = nearest(name, COMMANDS)
+        hint = f"Did you mean `agentrl {close}`?" if close else "`agentrl --help` lists the commands."
+        print(f"error: unknown command {name!r}. {hint}", file=sys.stderr)
+        return 2
     command = importlib.import_module(f"agentrl.cli.{name.replace('-', '_')}")
     if any(word in ("-h", "--help") for word in rest):
         print(help_of(command, rest))
@@ -103,15 +108,6 @@ def help_of(command: ModuleType, rest: Sequence[str] = ()) -> str:
     from agentrl.config.help import command_help
 
     return command_help(command.SYNOPSIS, command.INTRO, command.OPTIONS)
-
-
-def _unknown(name: str) -> int:
-    from agentrl.config.names import nearest
-
-    close = nearest(name, COMMANDS)
-    hint = f"Did you mean `agentrl {close}`?" if close else "`agentrl --help` lists the commands."
-    print(f"error: unknown command {name!r}. {hint}", file=sys.stderr)
-    return 2
 
 
 def _fail(error: BaseException, message: str, code: int) -> int:

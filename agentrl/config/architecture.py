@@ -65,7 +65,7 @@ def not_computed(model: Mapping[str, Any]) -> Iterator[str]:
     for key, (value, reason) in _ONLY.items():
         given = model.get(key)
         if given not in (None, value):
-            yield f"{key} {_short(given)} is not computed: {reason}"
+            yield f"{key} {given!r:.40} is not computed: {reason}"
     window = _window(model)
     if window:
         yield f"sliding_window {window} is in force and is not computed: the trainer attends to the whole sequence"
@@ -94,8 +94,3 @@ def _window(model: Mapping[str, Any]) -> int | None:
         slides = model.get("use_sliding_window") and model.get("max_window_layers", 28) < model["num_hidden_layers"]
         return window if slides else None
     return window
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."

@@ -46,11 +46,6 @@ def _of_type(*kinds: str) -> Callable[[Model], Any]:
     return lambda model: model["model_type"] in kinds if "model_type" in model else None
 
 
-def _softmax_scale(model: Model) -> float | None:
-    width = head_dim(model)
-    return width**-0.5 if width else None
-
-
 CHECKPOINT: dict[str, tuple[Callable[[Model], Any], str]] = {
     "num_layers": (_key("num_hidden_layers"), "num_hidden_layers"),
     "hidden_size": (_key("hidden_size"), "hidden_size"),
@@ -67,7 +62,7 @@ CHECKPOINT: dict[str, tuple[Callable[[Model], Any], str]] = {
     "add_qkv_bias": (_of_type("qwen2"), "bias of queries, keys and values"),
     "add_bias_linear": (_always(False), "bias of linear layers"),
     "gated_linear_unit": (_always(True), "gated MLP"),
-    "softmax_scale": (_softmax_scale, "scale of attention scores"),
+    "softmax_scale": (lambda model: width**-0.5 if (width := head_dim(model)) else None, "scale of attention scores"),
     "softmax_type": (_always("vanilla"), "softmax of attention"),
     "window_size": (_always(None), "attention window in force"),
     "layernorm_zero_centered_gamma": (_always(False), "zero-centred norm weights"),

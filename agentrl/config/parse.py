@@ -95,10 +95,11 @@ def parse_flags(config_class: type, argv: Sequence[str]) -> tuple[Given, str | N
         name, sep, inline = word[2:].partition("=")
         behind = list(takewhile(lambda word: not word.startswith("--"), argv[position + 1 :]))
         try:
+            words = [inline] if sep else behind
             if name == "config":
-                config_file, used = _value(Option("config", "str", is_path=True), f"--{name}", [inline] if sep else behind, bool(sep))
+                config_file, used = _value(Option("config", "str", is_path=True), "--config", words, bool(sep))
             else:
-                used = _put_flag(config_class, given, name, [inline] if sep else behind, bool(sep))
+                used = _put_flag(config_class, given, name, words, bool(sep))
         except ConfigError as error:
             given.problems.append(str(error))
             used = len(behind)

@@ -47,8 +47,10 @@ def run_folder_of(path: str | Path) -> Path | None:
     start = Path(path).expanduser()
     for folder in (start, *start.absolute().parents[:2]):
         for run in (folder, owner_of(folder)):
-            if run and (run / "config.json").is_file() and "rollout_batch_size" in _peek(run / "config.json"):
-                return run
+            if run and (run / "config.json").is_file():
+                with (run / "config.json").open(encoding="utf-8", errors="replace") as stream:
+                    if "rollout_batch_size" in stream.read(1 << 16):
+                        return run
     return None
 
 
@@ -59,11 +61,6 @@ def owner_of(folder: Path) -> Path | None:
         return Path(noted) if noted and Path(noted).is_dir() else None
     except (OSError, ValueError):
         return None
-
-
-def _peek(file: Path) -> str:
-    with file.open(encoding="utf-8", errors="replace") as stream:
-        return stream.read(1 << 16)
 
 
 def read_run_config(folder: Path) -> dict[str, Any]:

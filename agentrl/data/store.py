@@ -7,6 +7,7 @@ the other columns are the fields of a line of ``trajectories.jsonl``. The schema
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -196,7 +197,8 @@ class TrajectoryStore:
                 use_dictionary=_REPETITIVE,
             ) as writer,
         ):
-            for chunk in _chunks(trajectories, ROW_GROUP):
+            rest = iter(trajectories)
+            while chunk := list(itertools.islice(rest, ROW_GROUP)):
                 writer.write_batch(_batch(chunk, step, name, schema))
         return path
 
@@ -242,17 +244,6 @@ class TrajectoryStore:
             with storage_errors(part.path):
                 part.path.unlink(missing_ok=True)
         return len(gone)
-
-
-def _chunks(items: Iterable[Trajectory], size: int) -> Iterator[list[Trajectory]]:
-    chunk: list[Trajectory] = []
-    for item in items:
-        chunk.append(item)
-        if len(chunk) == size:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk
 
 
 def _open(path: Path) -> Any:

@@ -86,18 +86,14 @@ def model_digest(folder: Path) -> str:
             if file.suffix in (".json", ".jinja", ".model"):
                 digest.update(f"{file.name}\0".encode() + file.read_bytes())
             elif file.suffix in (".safetensors", ".bin"):
-                size = file.stat().st_size
-                digest.update(f"{file.name}\0{size}\0".encode() + _ends(file, size))
+                size, mib = file.stat().st_size, 1 << 20
+                with file.open("rb") as stream:
+                    digest.update(f"{file.name}\0{size}\0".encode() + stream.read(mib))
+                    stream.seek(max(size - mib, min(size, mib)))
+                    digest.update(stream.read(mib))
     except OSError as error:
         raise CheckpointError(f"{folder}: the model cannot be read: {error}") from error
     return f"sha256:{digest.hexdigest()}"
-
-
-def _ends(file: Path, size: int, length: int = 1 << 20) -> bytes:
-    with file.open("rb") as stream:
-        first = stream.read(length)
-        stream.seek(max(size - length, len(first)))
-        return first + stream.read(length)
 
 
 @contextlib.asynccontextmanager

@@ -171,13 +171,12 @@ def content(of_set: dict[str, Any]) -> dict[str, Any]:
     return {**of_set, "env_args": arguments}
 
 
-def _content(described: dict[str, Any]) -> dict[str, Any]:
-    return {**described, "sets": {name: content(s) for name, s in described.get("sets", {}).items()}}
-
-
 def refuse_other(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
     """Raises ConfigError, naming what differs, when an evaluation in ``folder`` was of something else."""
-    old, new = (dict(_flat(_content(described))) for described in (before, now))
+    old, new = (
+        dict(_flat({**described, "sets": {name: content(s) for name, s in described.get("sets", {}).items()}}))
+        for described in (before, now)
+    )
     lines = [_difference(key, old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)]
     if lines:
         raise ConfigError(

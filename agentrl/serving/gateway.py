@@ -8,7 +8,6 @@ list of allowed paths, a key that opens these alone, and bodies of a bounded siz
 from __future__ import annotations
 
 import hmac
-from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -20,6 +19,7 @@ HEALTH = "/health"
 MAX_BODY = 32 << 20
 """Bytes of a request: a million tokens as text, several times over."""
 _CONNECT_S = 10.0
+_PASSED_BACK = ("Content-Type", "Retry-After", "Cache-Control")
 
 
 class Gateway:
@@ -90,7 +90,8 @@ class Gateway:
             async with self._session.request(
                 request.method, self._upstream + request.path, data=body, headers=headers
             ) as answer:
-                response = web.StreamResponse(status=answer.status, headers=_kept(answer.headers))
+                kept = {name: answer.headers[name] for name in _PASSED_BACK if name in answer.headers}
+                response = web.StreamResponse(status=answer.status, headers=kept)
                 if answer.status == 200 and request.method == "GET":
                     response.content_type = "application/json"  # the router says text, and clients then read none
                 await response.prepare(request)
@@ -116,10 +117,6 @@ class Gateway:
 def _bearer(request: web.Request) -> bytes:
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     return given.strip().encode(errors="replace") if scheme.lower() == "bearer" else b""
-
-
-def _kept(headers: Any) -> dict[str, str]:
-    return {name: headers[name] for name in ("Content-Type", "Retry-After", "Cache-Control") if name in headers}
 
 
 def _refusal(status: int, message: str) -> web.Response:
