@@ -38,6 +38,11 @@ _LOCAL_RAY = {
 }
 
 
+# What a Ray of one run starts for others to look at it: the autoscaler of a cluster that does not grow, a dashboard
+# that nobody opens (it starts even when told not to), the forwarder of logs that no driver wants. Each is a Python
+# process; together they take a quarter of the CPU time that Ray takes to start, and the start waits for one of them.
+_ONLOOKERS = ("start_monitor", "start_log_monitor", "start_api_server")
+
 _RAY_PROCESSES = {"gcs_server": "Ray's head, the GCS", "raylet": "Ray's daemon, the raylet"}
 
 
@@ -141,6 +146,7 @@ class Cluster:
         ray._private.utils.set_sigterm_handler = lambda handler: None
         ray._private.worker.print_to_stdstream = _to_log
         if self.is_local:
+            _leave_out(ray, _ONLOOKERS)
             ray.init(
                 num_cpus=max(int(sum(b.num_cpus for b in self.bundles)) + 1, 2),
                 include_dashboard=False,
@@ -210,6 +216,11 @@ class Cluster:
                     ray.util.remove_placement_group(group)
             ray.shutdown()
         self._groups = []
+
+
+def _leave_out(ray: Any, methods: Sequence[str]) -> None:
+    for method in methods:
+        setattr(ray._private.node.Node, method, lambda self, **options: None)
 
 
 def _to_log(data: dict[str, Any], **_: Any) -> None:
