@@ -90,7 +90,9 @@ def install() -> tuple[str, ...]:
     if not needed():
         return ()
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    from agentrl.processes.imports import compile_when_called
 
+    compile_when_called()
     from transformers.utils import import_utils
 
     import_utils.is_torchvision_available()

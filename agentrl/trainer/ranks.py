@@ -18,6 +18,7 @@ from agentrl.algorithms import TrainBatch
 from agentrl.config.schema import TrainerOptions
 from agentrl.data.files import storage_errors
 from agentrl.errors import AgentRLError, WeightSyncError
+from agentrl.processes.imports import uncollected
 from agentrl.processes.signals import write_log_to
 from agentrl.processes.warden import scratch_folder
 
@@ -79,7 +80,8 @@ class TrainActor:
         # Threads that wait must sleep: spinning ones made a step 7 times slower on two cores shared with engines.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         try:
-            from agentrl.trainer.megatron.trainer import MegatronTrainer
+            with uncollected():
+                from agentrl.trainer.megatron.trainer import MegatronTrainer
 
             self._trainer = MegatronTrainer(
                 self.rank,

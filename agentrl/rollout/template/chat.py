@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agentrl.errors import ConfigError, EnvError
+from agentrl.processes.imports import compiler_left_out, uncollected
 from agentrl.rollout.template.encoding import ProvenanceTokenizer
 from agentrl.rollout.template.extension import Earlier, ExtensionPlanner
 from agentrl.rollout.template.rendering import INLINE, Renderer, Tools, joined, plain
@@ -381,9 +382,10 @@ def opened_reasoning(prompt: str) -> str:
 
 
 def _load_tokenizer(path: str | os.PathLike[str]) -> Any:
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(os.fspath(path), trust_remote_code=False)
+        with uncollected(), compiler_left_out():
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(os.fspath(path), trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"no tokenizer can be read from {os.fspath(path)!r}: {error}") from error

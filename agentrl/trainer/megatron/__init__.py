@@ -3,3 +3,7 @@
 Import :mod:`agentrl.trainer.megatron.trainer` for the trainer itself. This package is imported
 by worker processes only; importing it takes seconds (torch, Megatron-core, mbridge).
 """
+
+from agentrl.trainer.megatron.bridges import leave_out_others
+
+leave_out_others()

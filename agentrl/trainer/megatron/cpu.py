@@ -45,6 +45,8 @@ from typing import Any
 
 import torch
 
+from agentrl.processes.imports import compile_when_called
+
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn")
 _PREFIXES = ("megatron.core", "mbridge")
 _MODULES = (
@@ -89,6 +91,7 @@ def import_megatron() -> None:
     """
     for module in (r"megatron\.", r"mbridge\.", r"torch\.distributed\.c10d_logger", r"torch\.jit\."):
         warnings.filterwarnings("ignore", module=module)
+    compile_when_called()
     for name in _MODULES:
         importlib.import_module(name)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mbridge.core.bridge import _MODEL_REGISTRY, Bridge
+from mbridge.core.bridge import Bridge
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig
@@ -39,6 +39,7 @@ from agentrl.config.schema import TrainerOptions
 from agentrl.errors import CheckpointError, ConfigError, first_few
 from agentrl.trainer.megatron import cpu
 from agentrl.trainer.megatron.attention import PackedSequences
+from agentrl.trainer.megatron.bridges import bridge_class
 from agentrl.trainer.megatron.layers import block_spec, has_transformer_engine
 from agentrl.trainer.megatron.log_probs import VocabShard
 from agentrl.trainer.megatron.parallel import Layout
@@ -111,7 +112,8 @@ def load_weights(model: PolicyModel, bridge: Bridge, path: str | Path) -> None:
 
 def make_bridge(hf_config: PretrainedConfig, options: TrainerOptions, layout: Layout) -> Bridge:
     """mbridge's bridge for this architecture, with Megatron's configuration as ``.config``."""
-    base = _MODEL_REGISTRY[hf_config.model_type]
+    base = bridge_class(hf_config.model_type)
+    cpu.install()  # into its modules, too
     tied = bool(getattr(hf_config, "tie_word_embeddings", False))
     direct = {**base._DIRECT_MAPPING, "output_layer.weight": "lm_head.weight"}
     if tied:
