@@ -5,14 +5,17 @@ Runs ``agentrl train --env search`` with the embedded defaults, once a seed, and
     python benchmarks/demo.py --seeds 0 1 2
 
 Peak memory is the sum of the proportional set sizes (PSS: shared pages counted once) of the driver and all that
-descends from it, sampled every two seconds. Targets: at most 50 % before, at least 90 % after, under 10 minutes,
-first episode within 90 s, under 8 GB, engine and trainer within 1e-5 in log-probability.
+descends from it, sampled every two seconds. The time to 90 % ends when the run writes down the first evaluation of at
+least that. Targets, the times on two quiet cores: at most 50 % before, at least 90 % after, evaluated within
+75 s of the command, first episode within 10 s, under 8 GB, engine and trainer within 1e-5 in log-probability. The
+CPU time of all processes, sampled as well, changes less than times do where a machine has other work.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -23,6 +26,8 @@ from pathlib import Path
 from agentrl.processes.tree import descendants
 
 SAMPLE_S = 2.0
+POLL_S = 0.1
+REACHED = 0.9
 LIMIT_S = 1800.0
 
 
@@ -35,24 +40,38 @@ def pss_bytes(pid: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:")), 0)
 
 
+def cpu_seconds(pid: int) -> float:
+    """CPU time that a process has taken; 0 when it is gone."""
+    try:
+        times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def run_once(seed: int, folder: Path, extra: list[str]) -> dict[str, float]:
     """One demo; the figures of it."""
     run = folder / f"seed-{seed}"
     command = [sys.executable, "-m", "agentrl.cli.main", "train", "--env", "search", "--seed", str(seed),
                "--output-dir", str(run), *extra]  # fmt: skip
     log = folder / f"seed-{seed}.log"
-    started = time.monotonic()
-    peak, first_episode = 0, float("nan")
+    started, clock = time.monotonic(), time.time()
+    peak, next_sample, first_episode, cpu = 0, 0.0, float("nan"), {}
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
         while process.poll() is None:
-            if time.monotonic() - started > LIMIT_S:
+            passed = time.monotonic() - started
+            if passed > LIMIT_S:
                 process.terminate()
                 process.wait(60)
                 raise SystemExit(f"the demo took more than {LIMIT_S:.0f} s; see {log}")
-            peak = max(peak, sum(pss_bytes(p.pid) for p in descendants(process.pid)))
+            if passed >= next_sample:
+                tree = descendants(process.pid)
+                peak = max(peak, sum(pss_bytes(p.pid) for p in tree))
+                cpu.update((p.pid, seconds) for p in tree if (seconds := cpu_seconds(p.pid)))
+                next_sample = passed + SAMPLE_S
             if first_episode != first_episode and b"the first episode" in log.read_bytes():
-                first_episode = time.monotonic() - started
-            time.sleep(SAMPLE_S if first_episode == first_episode else 0.5)
+                first_episode = passed
+            time.sleep(POLL_S)
     if process.returncode:
         raise SystemExit(f"the demo failed with exit code {process.returncode}:\n{log.read_text()[-3000:]}")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -63,7 +82,12 @@ def run_once(seed: int, folder: Path, extra: list[str]) -> dict[str, float]:
         "before": success[0],
         "after": success[-1],
         "seconds": time.monotonic() - started,
+        "reached_90_s": min(
+            (line["time"] - clock for line in lines if line.get("eval/search/success", 0) >= REACHED),
+            default=float("nan"),
+        ),
         "first_episode_s": first_episode,
+        "cpu_seconds": sum(cpu.values()),
         "peak_pss_gb": peak / 1e9,
         "logprob_abs_diff_mean": max(mismatch),
         "tokens_per_s": statistics.median(line["rollout/tokens_per_s"] for line in lines if "rollout/reward" in line),
@@ -83,7 +107,8 @@ def main() -> int:
     mean = {key: statistics.fmean(r[key] for r in results) for key in results[0] if key != "seed"}
     print(
         f"demo, mean of {len(results)} seeds: held-out success {mean['before']:.1%} -> {mean['after']:.1%} "
-        f"in {mean['seconds']:.0f} s; first episode after {mean['first_episode_s']:.0f} s; "
+        f"in {mean['seconds']:.0f} s; {REACHED:.0%} evaluated after {mean['reached_90_s']:.0f} s; "
+        f"first episode after {mean['first_episode_s']:.1f} s; {mean['cpu_seconds']:.0f} s of CPU; "
         f"peak memory {max(r['peak_pss_gb'] for r in results):.2f} GB (PSS); "
         f"log-probability difference at most {max(r['logprob_abs_diff_mean'] for r in results):.1e}"
     )
@@ -92,8 +117,8 @@ def main() -> int:
     reached = (
         mean["before"] <= 0.5
         and mean["after"] >= 0.9
-        and mean["seconds"] < 600
-        and mean["first_episode_s"] < 90
+        and mean["reached_90_s"] <= 75
+        and mean["first_episode_s"] <= 10
         and max(r["peak_pss_gb"] for r in results) < 8
         and max(r["logprob_abs_diff_mean"] for r in results) < 1e-5
     )

@@ -11,8 +11,8 @@ DEMO = "demo"
 
 PRESETS: dict[str, dict[str, Any]] = {
     DEMO: {
-        "num_rollout": 10,
-        "rollout_batch_size": 32,
+        "num_rollout": 9,
+        "rollout_batch_size": 16,
         "n_samples_per_prompt": 8,
         "lr": 2e-4,
         "lr_decay_style": "constant",
@@ -22,9 +22,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rollout_max_response_len": 64,
         "rollout_max_context_len": 512,
         "max_turns": 6,
-        "eval_interval": 5,
+        "eval_interval": 3,
         "eval_tasks": 200,
-        "save_interval": 5,
+        "save_interval": 3,
         "dtype": "fp32",
         "seed": 0,
     }
