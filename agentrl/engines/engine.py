@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import EngineError
+from agentrl.processes.ahead import servers_ahead
 from agentrl.processes.server import LOOPBACK_ENV, ServerProcess
 from agentrl.processes.tree import Process
 
@@ -216,6 +218,10 @@ class EngineProcess(ServerProcess):
             }
         return env
 
+    def ahead(self) -> list[str] | None:
+        # With GPUs, the actor's own are known only in its process.
+        return [self.spec.model_path] if self.spec.device == "cpu" else None
+
     def needs(self, child: Process) -> bool:
         """Schedulers and detokenizer, by the names that SGLang gives its processes."""
         try:
@@ -235,3 +241,14 @@ class EngineProcess(ServerProcess):
         if self._process is not None and self._process.returncode == -9:
             return "it was killed (by the kernel for lack of memory, if nobody else did it)"
         return None
+
+
+def engines_ahead(spec: EngineSpec, number: int, *, log_dir: Path) -> contextlib.AbstractContextManager[None]:
+    """Within, so many servers for engines of this kind import SGLang while nobody waits for them yet.
+
+    On the CPU only. An engine takes one when it starts, in any process that was started within.
+    """
+    engine = EngineProcess(spec)
+    if (arguments := engine.ahead()) is None:
+        return contextlib.nullcontext()
+    return servers_ahead(engine.module, arguments, engine.environment(), number, log_dir=log_dir)

@@ -37,6 +37,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.engines import cpu_backend
+from agentrl.processes.ahead import Arguments
+from agentrl.processes.imports import compiler_left_out
 from agentrl.processes.server import die_with_owner, take_api_key
 from agentrl.processes.warden import SCRATCH_ENV
 
@@ -154,17 +156,36 @@ def patch() -> None:
     keep_shared_files_private()
 
 
+def import_sglang(model_path: str) -> None:
+    """Import what the server's processes use, before they are forked: it takes longer than all the rest of a start."""
+    gc.disable()  # five thousand modules are imported: collecting in between takes a second
+    leave_out_megatron()
+    import_only_served_model(model_path)
+    with compiler_left_out():
+        for module in ("sglang.launch_server", "sglang.srt.entrypoints.http_server"):
+            importlib.import_module(module)
+
+
 def main(argv: list[str]) -> None:
-    """Serve until stopped. Raises SystemExit with SGLang's status."""
+    """Serve until stopped. ``--ahead DESCRIPTOR MODEL``: import first, then wait for the arguments.
+
+    Raises SystemExit with SGLang's status.
+    """
     die_with_owner()
+    if argv[0] == "--ahead":
+        arguments = Arguments(argv[1])
+        import_sglang(argv[2])
+        argv = arguments.wait()
+    else:
+        import_sglang(argv[argv.index("--model-path") + 1])
     api_key = take_api_key()
-    gc.disable()  # six thousand modules are imported: collecting in between takes a second
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
     patch()
     redact_keys()
+    leave_tools_as_sent()
     if cpu_backend.needed():
         cpu_backend.fork_children()
         if "--enable-deterministic-inference" in argv:
@@ -178,11 +199,6 @@ def main(argv: list[str]) -> None:
     server_args = prepare_server_args(argv)
     if api_key is not None:
         server_args.api_key = api_key
-    import_only_served_model(server_args.model_path)
-    from sglang.srt.entrypoints import http_server  # noqa: F401  imported before the fork, for all
-
-    leave_tools_as_sent()
-
     gc.freeze()
     gc.enable()
     try:

@@ -23,6 +23,7 @@ from agentrl.config.serialize import read_run_config, run_folder_of
 from agentrl.data.checkpoint import Checkpoint, CheckpointStore
 from agentrl.data.files import FULL, storage_errors
 from agentrl.data.run_folder import RunDir
+from agentrl.engines.engine import engines_ahead
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError, DataError
 from agentrl.evaluation.heldout import held_out_sets, rehearse_set
 from agentrl.loading import portable, portable_source
@@ -85,6 +86,7 @@ def train(cfg: Config) -> int:
                     Warden(last_words=KILLED.format(logs=shown(run.logs), run=shown(run.path))) as warden,
                     stderr_to(run.logs / "stderr.log"),
                     scratch(warden) as temp_dir,
+                    start_engines_ahead(cfg, run),
                     Cluster(bundles(cfg), namespace=run.path.name, temp_dir=temp_dir) as cluster,
                 ):
                     asyncio.run(_run(run.config, cluster, run, progress, source))
@@ -103,6 +105,13 @@ def train(cfg: Config) -> int:
                     raise
             raise
     return 0
+
+
+def start_engines_ahead(cfg: Config, run: RunDir) -> contextlib.AbstractContextManager[None]:
+    """Engines import SGLang while Ray starts. A cluster started by hand may place them on any machine: not there."""
+    if os.environ.get("RAY_ADDRESS"):
+        return contextlib.nullcontext()
+    return engines_ahead(engine_spec(cfg, str(cfg.hf_checkpoint)), cfg.rollout_num_engines or 1, log_dir=run.logs)
 
 
 def open_run(cfg: Config, stack: contextlib.ExitStack) -> tuple[RunDir, Checkpoint | None]:

@@ -93,7 +93,6 @@ class RolloutManager:
         from agentrl.engines.pool import EnginePool
 
         cfg = self.cfg
-        notes = await asyncio.to_thread(self._open_template)
         self.pool = EnginePool(
             engine_spec(cfg, self.model_dir),
             len(self.engine_options),
@@ -107,6 +106,7 @@ class RolloutManager:
         )
         starting = asyncio.create_task(self.pool.start())
         try:
+            notes = await asyncio.to_thread(self._open_template)
             await asyncio.to_thread(self._open_data)
         except BaseException:
             # Stopped first: engines may take minutes to come up for a run that cannot begin.

@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from agentrl.errors import EngineError
+from agentrl.processes.ahead import AheadProcess, hand_over, kind_of, python_environment
 from agentrl.processes.tree import Process, descendants, die_with_parent, end_tree, is_running
 from agentrl.processes.warden import scratch_folder
 
@@ -110,7 +111,7 @@ class ServerProcess:
         self.health_path = health_path
         self.scratch: Path | None = None  # private temporary folder, while the server runs
         self._log_dir = log_dir
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | AheadProcess | None = None
         self._tree: dict[int, Process] = {}
         self._needed: list[Process] = []
         self._spawning = threading.Lock()
@@ -127,6 +128,10 @@ class ServerProcess:
     def environment(self) -> dict[str, str]:
         """Variables set for the server on top of the owner's environment."""
         return {}
+
+    def ahead(self) -> list[str] | None:
+        """What a server is told that is started ahead of its owner (:mod:`agentrl.processes.ahead`); None: never."""
+        return None
 
     def explain(self, log_tail: str) -> str | None:
         """What went wrong, in a sentence, where the log shows a known cause."""
@@ -241,12 +246,9 @@ class ServerProcess:
         if self.scratch is None:
             self.scratch = Path(scratch_folder("server-"))
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        package_root = str(Path(__file__).resolve().parents[2])
-        python_path = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
         env = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(python_path),
-            "PYTHONUNBUFFERED": "1",
+            **python_environment(),
             "TMPDIR": str(self.scratch),
             **self.environment(),
             OWNER_ENV: str(os.getpid()),
@@ -257,6 +259,11 @@ class ServerProcess:
             if self._stopped:
                 raise EngineError(f"{self.name} was stopped")
             self._log_start = log.tell()
+            if (ahead := self.ahead()) is not None:
+                kind = kind_of(self.module, ahead, self.environment())
+                self._process = hand_over(kind, self.arguments(), env, self.log_path)
+                if self._process is not None:
+                    return
             self._process = _spawner.submit(
                 subprocess.Popen,
                 command,

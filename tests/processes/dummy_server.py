@@ -9,13 +9,15 @@ import signal
 import subprocess
 import sys
 
+from agentrl.processes.ahead import Arguments
 from agentrl.processes.server import die_with_owner, take_api_key
 
 
 def main() -> None:
     die_with_owner()
+    arguments = Arguments(sys.argv[2]).wait() if sys.argv[1] == "--ahead" else sys.argv[1:]
     key = take_api_key()
-    options = json.loads(sys.argv[1])
+    options = json.loads(arguments[0])
     if options.get("print"):
         print(options["print"], flush=True)
     if "exit" in options:
