@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 _ONE_SET_OF_DEVICES = "trainer and engines on the same devices"
 _REPLAY = "training on a stored rollout"
@@ -149,13 +149,6 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """The candidate most like ``name``, or None when nothing is close."""
     found = difflib.get_close_matches(name.lower(), list(candidates), n=1, cutoff=0.6)
     return found[0] if found else None
-
-
-def implied(bare: str, words: Sequence[str]) -> str | None:
-    """Why ``bare`` with the values ``words`` needs no saying here; None when it does."""
-    if bare == "kl-coef" and words and words[0].strip("0.") == "":
-        return "no KL divergence is part of the reward"
-    return IMPLIED.get(bare)
 
 
 def renamed(bare: str, known: Iterable[str]) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from agentrl.config.foreign import megatron_fields, sglang_field
 from agentrl.config.megatron_options import megatron_field
-from agentrl.config.names import RENAMED, implied, unknown_message
+from agentrl.config.names import IMPLIED, RENAMED, unknown_message
 from agentrl.config.options import Option, json_or_text, options
 from agentrl.errors import ConfigError
 
@@ -123,7 +123,7 @@ def _put_flag(config_class: type, given: Given, name: str, words: list[str], inl
         given.put(off.name, False, flag)
         return 0
     for_training = "megatron" in fields
-    if for_training and (reason := implied(name, words)) is not None:
+    if for_training and (reason := IMPLIED.get(name)) is not None:
         given.notes.append(f"{flag} has no effect: {reason}.")
         return len(words)
     if name.startswith("sglang-") and "sglang" in fields and name not in RENAMED:
@@ -191,7 +191,7 @@ def _put_key(config_class: type, given: Given, key: str, source: str, value: Any
     if name not in fields:
         if name.startswith("sglang_") and "sglang" in fields:
             name, value = "sglang", {name.removeprefix("sglang_"): value}
-        elif "megatron" in fields and (reason := implied(bare, [str(value)])) is not None:
+        elif "megatron" in fields and (reason := IMPLIED.get(bare)) is not None:
             given.notes.append(f"{source} has no effect: {reason}.")
             return
         elif "megatron" in fields and megatron_field(source, name) is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from agentrl.config.megatron_options import CHECKPOINT
 from agentrl.config.megatron_options import problems as megatron_problems
-from agentrl.config.names import ADVICE, FROM_CHECKPOINT, NOT_AVAILABLE, implied, renamed
+from agentrl.config.names import ADVICE, FROM_CHECKPOINT, IMPLIED, NOT_AVAILABLE, renamed
 from agentrl.config.options import options
 from agentrl.config.parse import parse_flags
 from agentrl.config.schema import Config
@@ -142,7 +142,7 @@ def _translated(flag: Flag, given: dict[str, Flag]) -> Translation:
     known = {option.flag[2:] for option in options(Config).values()}
     right = None if name in known else renamed(name, known)
     new, *value = right[2:].split() if right else [name]
-    reason = FROM_CHECKPOINT if new.replace("-", "_") in CHECKPOINT else implied(name, words)
+    reason = FROM_CHECKPOINT if new.replace("-", "_") in CHECKPOINT else IMPLIED.get(name)
     if reason is not None:
         return Translation(flag, None, f"needless: {reason}")
     if name == "colocate":
@@ -152,7 +152,7 @@ def _translated(flag: Flag, given: dict[str, Flag]) -> Translation:
         return Translation(flag, None, f"not available yet: {NOT_AVAILABLE[name]}")
     if name in ADVICE:
         return Translation(flag, None, ADVICE[name])
-    if name == "ref-load" and "use-kl-loss" not in given:
+    if name == "ref-load" and not {"use-kl-loss", "kl-coef"} & set(given):
         return Translation(flag, None, "needless: there is no KL loss, so no reference model")
     if name == "ref-load":
         return Translation(flag, None, "the reference is --hf-checkpoint; --ref-load takes another Hugging Face folder")

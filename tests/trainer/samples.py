@@ -77,7 +77,7 @@ def random_batch(n=12, *, seed=0, low=8, high=60, vocab=VOCAB, groups=3, segment
         if i % segments:
             trajectories[-1].segments.append(segment)
         else:
-            reward = float(i % 3)
+            reward = float(i % 4)
             trajectories.append(Trajectory(f"t{i // segments}", f"g{i % groups}", TASK, [segment], [], reward=reward))
     batch = batch_of(trajectories)
     return batch.with_columns(advantage=np.concatenate(advantages), old=batch["rollout"])

@@ -1,0 +1,61 @@
+"""One step of the loop on a real trainer, without Ray's processes: infer, credit, update, and what is handed back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentrl.algorithms import TrainBatch, load_algorithm
+from agentrl.config.schema import TrainerOptions
+from agentrl.orchestrator.handles import TrainerGroup
+from agentrl.orchestrator.loop import train
+from agentrl.trainer.ranks import TrainActor
+from tests.trainer.conftest import checkpoint  # noqa: F401
+from tests.trainer.samples import QUIET, fresh, random_batch
+
+
+class Rank:
+    """An actor of this process: its methods have ``.remote``, and what they return is awaited."""
+
+    def __init__(self, actor: TrainActor):
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return getattr(self._actor, name)(*args, **kwargs)
+
+        return SimpleNamespace(remote=call)
+
+
+class InProcess(TrainerGroup):
+    async def fetch(self, batch: list[Any]) -> TrainBatch:
+        return batch[0]
+
+
+async def test_credit_is_given_between_what_is_inferred_and_the_update(
+    checkpoint: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    options = TrainerOptions(lr=1e-3, kl_coef=0.1, use_kl_loss=True, use_rollout_logprobs=False, threads=1, **QUIET)
+    actor, batch = TrainActor(0, 1, checkpoint, options), fresh(random_batch(8))
+    try:
+        actor.start(actor.meeting_point())
+        trainer = InProcess([Rank(actor)], num_steps=2, deadline=100.0)
+        metrics, columns = await train([batch], load_algorithm(options), trainer, keep=True)
+        assert metrics["train/steps"] == 2 and metrics["time/log_probs"] > 0
+        assert metrics["rollout/zero_variance"] < 1
+        assert sorted(columns) == ["advantage", "current", "old", "ratio", "ref"]
+        sampled = batch.loss_mask == 1
+        assert np.allclose(columns["old"], columns["ref"]) and (columns["old"][sampled] < 0).all()
+        ratio = np.exp(columns["current"] - columns["old"])
+        assert np.allclose(columns["ratio"][sampled], ratio[sampled], rtol=1e-5)
+        _, columns = await train([batch], load_algorithm(options), trainer, keep=False)
+        assert sorted(columns) == ["advantage"]
+    finally:
+        actor.close()
