@@ -76,7 +76,8 @@ class StreamedRows(Sequence[Row]):
 
     def choose(self, places: np.ndarray) -> StreamedRows:
         """The rows at these places."""
-        return StreamedRows(self._index, np.arange(len(self._index.digests))[self._numbers][places])
+        of = self._numbers
+        return StreamedRows(self._index, of.start + of.step * places if isinstance(of, range) else of[places])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopened, (self._index.source, self._numbers)

@@ -193,7 +193,7 @@ def test_an_index_is_made_once_and_nothing_lies_beside_the_data(tmp_path, monkey
     path = source("jsonl", tmp_path / "data")
     first = list(load_tasks(path, streaming=True)["all"])
     forget()
-    monkeypatch.setattr(streaming, "_located", None)
+    monkeypatch.setattr(streaming, "_entries", lambda **_: pytest.fail("it is made again"))
     assert list(load_tasks(path, streaming=True)["all"]) == first
     assert os.listdir(tmp_path / "data") == ["rows.jsonl"] and len(indexes(tmp_path)) == 1
 
