@@ -108,8 +108,8 @@ def train(cfg: Config) -> int:
 
 
 def start_engines_ahead(cfg: Config, run: RunDir) -> contextlib.AbstractContextManager[None]:
-    """Engines import SGLang while Ray starts. A cluster started by hand may place them on any machine: not there."""
-    if os.environ.get("RAY_ADDRESS"):
+    """Engines import SGLang while Ray starts. Not where they may be placed on other machines."""
+    if os.environ.get("RAY_ADDRESS") or cfg.host != "127.0.0.1":
         return contextlib.nullcontext()
     return engines_ahead(engine_spec(cfg, str(cfg.hf_checkpoint)), cfg.rollout_num_engines or 1, log_dir=run.logs)
 
