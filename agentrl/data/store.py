@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from agentrl.data.files import atomic_file, remove_partials, storage_errors
 from agentrl.data.records import (
     MESSAGE_FIELDS,
@@ -90,64 +88,18 @@ def arrow_schema() -> pa.Schema:
     return pa.schema(list(kinds.items()), metadata={_VERSION_KEY: str(SCHEMA_VERSION).encode()})
 
 
-def _list_column(arrays: Sequence[np.ndarray], dtype: Any) -> pa.Array:
-    """A list column over ``arrays``: one copy of the numbers, none per element."""
-    import pyarrow as pa
-
-    offsets = np.zeros(len(arrays) + 1, dtype=np.int32)
-    np.cumsum([len(a) for a in arrays], out=offsets[1:])
-    values = np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
-
-
-def _segments_column(trajectories: Sequence[Trajectory]) -> pa.Array:
-    import pyarrow as pa
-
-    segments = [s for t in trajectories for s in t.segments]
-    columns = [_list_column([getattr(s, name) for s in segments], dtype) for name, dtype in SEGMENT_ARRAYS.items()]
-    columns.append(pa.array([s.prompt_length for s in segments], pa.int32()))
-    return _of_trajectories(trajectories, pa.StructArray.from_arrays(columns, names=[*SEGMENT_ARRAYS, "prompt_length"]))
-
-
-def _trained_column(trajectories: Sequence[Trajectory], kind: pa.DataType) -> pa.Array:
-    """What each segment was trained with; null where nothing was kept."""
-    import pyarrow as pa
-
-    segments = [s for t in trajectories for s in t.segments]
-    if not any(s.trained for s in segments):
-        return pa.nulls(len(trajectories), kind)
-    columns = [pa.array([s.trained.get(name) for s in segments], pa.list_(pa.float32())) for name in TRAINED_ARRAYS]
-    return _of_trajectories(trajectories, pa.StructArray.from_arrays(columns, names=list(TRAINED_ARRAYS)))
-
-
-def _of_trajectories(trajectories: Sequence[Trajectory], flat: pa.Array) -> pa.Array:
-    import pyarrow as pa
-
-    offsets = np.zeros(len(trajectories) + 1, dtype=np.int32)
-    np.cumsum([len(t.segments) for t in trajectories], out=offsets[1:])
-    return pa.ListArray.from_arrays(pa.array(offsets), flat)
-
-
 def _batch(trajectories: Sequence[Trajectory], step: int, name: str, schema: pa.Schema) -> pa.RecordBatch:
     import pyarrow as pa
 
-    rows = [scalars(t) for t in trajectories]
-    arrays = []
-    for column in schema:
-        if column.name == "segments":
-            arrays.append(_segments_column(trajectories).cast(column.type))
-            continue
-        if column.name == "trained":
-            arrays.append(_trained_column(trajectories, column.type))
-            continue
-        if column.name in ("step", "name"):
-            values: list[Any] = [step if column.name == "step" else name] * len(rows)
-        elif column.name == "advantage":
-            values = [t.advantage for t in trajectories]
-        else:
-            values = [row[column.name] for row in rows]
-        arrays.append(pa.array(values, column.type))
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+    rows = [
+        {"step": step, "name": name, "advantage": t.advantage, **scalars(t)}
+        | {"segments": [{field: getattr(s, field) for field in (*SEGMENT_ARRAYS, "prompt_length")} for s in t.segments]}
+        | {"trained": [s.trained for s in t.segments] if any(s.trained for s in t.segments) else None}
+        for t in trajectories
+    ]
+    return pa.RecordBatch.from_arrays(
+        [pa.array([row[column.name] for row in rows], column.type) for column in schema], schema=schema
+    )
 
 
 class TrajectoryStore:
@@ -267,26 +219,22 @@ def _read(path: Path, columns: list[str] | None) -> pa.Table:
 
 def _trajectories(path: Path, segments: bool) -> Iterator[Trajectory]:
     with _open(path) as file:
-        if not segments:
-            columns = [name for name in file.schema_arrow.names if name not in ("segments", "trained")]
-            for batch in file.iter_batches(batch_size=ROW_GROUP, columns=columns):
-                yield from (from_record(row, segments=False) for row in batch.to_pylist())
-            return
-        for batch in file.iter_batches(batch_size=ROW_GROUP):
-            rows = batch.drop_columns(["segments"]).to_pylist()
-            for row in rows:
-                row["trained"] = row.get("trained") or []  # null, or a part of before there was such a column
-            column = batch.column("segments")
-            flat, ends = column.flatten(), column.offsets.to_numpy() - column.offsets[0].as_py()
-            arrays = {name: flat.field(name) for name in SEGMENT_ARRAYS}
-            lengths = flat.field("prompt_length").to_pylist()
-            for row, first, last in zip(rows, ends[:-1], ends[1:], strict=True):
-                row["segments"] = [
-                    {
-                        **{name: np.array(values[i].values) for name, values in arrays.items()},
-                        "prompt_length": lengths[i],
-                        "trained": row["trained"][i - first] if row["trained"] else None,
-                    }
-                    for i in range(first, last)
-                ]
-                yield from_record(row)
+        plain = [name for name in file.schema_arrow.names if name not in ("segments", "trained")]
+        arrays = [name for name in file.schema_arrow.names if segments and name not in plain]
+        for batch in file.iter_batches(batch_size=ROW_GROUP, columns=[*plain, *arrays]):
+            for place, row in enumerate(batch.select(plain).to_pylist()):
+                if segments:
+                    row["segments"] = [_numbers(segment) for segment in batch.column("segments")[place]]
+                    trained = batch.column("trained")[place] if "trained" in arrays else None  # younger than some parts
+                    if trained is not None and trained.is_valid:
+                        for segment, kept in zip(row["segments"], trained, strict=True):
+                            segment["trained"] = _numbers(kept)
+                yield from_record(row, segments=segments)
+
+
+def _numbers(struct: pa.StructScalar) -> dict[str, Any]:
+    """A struct of lists and numbers, the lists as arrays: no Python object for each token."""
+    return {
+        name: value.as_py() if not hasattr(value, "values") or value.values is None else value.values.to_numpy().copy()
+        for name, value in struct.items()
+    }

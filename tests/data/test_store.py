@@ -133,7 +133,7 @@ def test_what_tokens_were_trained_with_is_stored_and_read_back(store, make_traje
         "advantage": [0.5] * length,
         "ref": list(range(length)),
     }
-    assert store.table("train").column("trained").null_count == 1  # a part in which nothing was kept
+    assert store.table("train").column("trained").null_count == 2  # where nothing was kept
 
 
 def test_a_part_of_before_tokens_kept_what_they_were_trained_with(store, make_trajectory, same):
