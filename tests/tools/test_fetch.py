@@ -528,7 +528,7 @@ def test_the_reader_has_no_key_and_ends_with_its_owner():
     program = """
 import os
 os.environ["OPENAI_API_KEY"] = "secret"
-from agentrl.tools import page_reader
+from agentrl.tools.builtin import page_reader
 print(page_reader.read_page("http://x/", "text/html", b"<html><body><p>Words.</p></body></html>", 60.0))
 process = page_reader._reader()[1]
 print("secret" in open(f"/proc/{process.pid}/environ").read(), process.pid, flush=True)
