@@ -11,21 +11,17 @@ from agentrl.errors import ConfigError
 from agentrl.types import SamplingParams, replace
 
 
-def checked(params: SamplingParams) -> SamplingParams:
+def check_sampling(params: SamplingParams) -> SamplingParams:
     """``params``, or a :class:`~agentrl.errors.ConfigError` that names the field, the value and the range."""
-    for name, value, allowed, text in (
-        (
-            "temperature",
-            params.temperature,
-            math.isfinite(params.temperature) and params.temperature >= 0,
-            "at least 0",
-        ),
-        ("top_p", params.top_p, 0 < params.top_p <= 1, "in (0, 1]"),
-        ("top_k", params.top_k, params.top_k == -1 or params.top_k >= 1, "-1 (off) or at least 1"),
-        ("max_new_tokens", params.max_new_tokens, params.max_new_tokens >= 1, "at least 1"),
+    p = params
+    for name, allowed, text in (
+        ("temperature", math.isfinite(p.temperature) and p.temperature >= 0, "at least 0"),
+        ("top_p", 0 < p.top_p <= 1, "in (0, 1]"),
+        ("top_k", p.top_k == -1 or p.top_k >= 1, "-1 (off) or at least 1"),
+        ("max_new_tokens", p.max_new_tokens >= 1, "at least 1"),
     ):
         if not allowed:
-            raise ConfigError(f"sampling parameter {name} is {value!r}; it must be {text}")
+            raise ConfigError(f"sampling parameter {name} is {getattr(p, name)!r}; it must be {text}")
     return params
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -17,10 +19,9 @@ from agentrl.concurrency.threads import OwnThread, belongs_to, own_thread, relea
 from agentrl.errors import ConfigError, describe
 from agentrl.rollout.conversation import EpisodeLimits
 from agentrl.rollout.episode import play_episode
-from agentrl.rollout.garbage import SELDOM
 from agentrl.rollout.generate_hook import GenerateFunction, load_generate_function
 from agentrl.rollout.policies.sglang import PolicyClient
-from agentrl.rollout.sampling import checked
+from agentrl.rollout.sampling import check_sampling
 from agentrl.rollout.template.chat import ChatTemplate
 from agentrl.types import Group, Outcome, SamplingParams, StopReason, Task, Trajectory
 
@@ -68,7 +69,7 @@ class EpisodeRunner:
         if concurrency < 1:
             raise ConfigError(f"concurrency is {concurrency}; it must be at least 1")
         self._make_env, self._client, self._chat = make_env, client, chat
-        self._params, self._limits = checked(params), limits
+        self._params, self._limits = check_sampling(params), limits
         self._generate = load_generate_function(generate)
         self._max_retries = max_retries
         self._slots = asyncio.Semaphore(concurrency)
@@ -111,7 +112,7 @@ class EpisodeRunner:
             return trajectories
 
         try:
-            with SELDOM:
+            with RareCollection.of_process:
                 async with asyncio.TaskGroup() as tasks:
                     running = [tasks.create_task(one(i)) for i in (range(n) if indices is None else indices)]
         except BaseExceptionGroup as errors:
@@ -200,6 +201,38 @@ class EpisodeRunner:
             log.warning("closing %s: %s", type(env).__name__, describe(error))
         finally:
             release_thread(getattr(env, "unwrapped", env))
+
+
+class RareCollection:
+    """While groups are played, Python's garbage collector looks at young objects after 50,000 new ones, not after 700.
+
+    Trajectories are many small objects that live on, and each time their number has grown by a quarter the collector
+    walks over all of them, finding nothing: a third of a turn's CPU with hundreds of episodes in flight.
+    Contexts may overlap; the last to end restores what was set.
+    """
+
+    THRESHOLD: ClassVar[int] = 50_000
+    of_process: ClassVar[RareCollection]
+
+    def __init__(self) -> None:
+        self._open, self._lock, self._before = 0, threading.Lock(), gc.get_threshold()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._open += 1
+            if self._open == 1:
+                self._before = gc.get_threshold()
+                if 0 < self._before[0] < self.THRESHOLD:  # 0: someone switched the collector off
+                    gc.set_threshold(self.THRESHOLD, *self._before[1:])
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._open -= 1
+            if self._open == 0:
+                gc.set_threshold(*self._before)
+
+
+RareCollection.of_process = RareCollection()
 
 
 class LoopLag:

@@ -8,7 +8,7 @@ from fake_engine import FakeEngine, answer
 
 from agentrl.errors import ConfigError, EngineError
 from agentrl.rollout.policies.sglang import EngineClient
-from agentrl.rollout.sampling import checked, greedy
+from agentrl.rollout.sampling import check_sampling, greedy
 from agentrl.types import SamplingParams
 
 PROMPT = np.array([5, 6, 7], np.int32)
@@ -212,7 +212,7 @@ def test_address_must_be_one():
 @pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": 0}, {"max_new_tokens": 0}])
 def test_sampling_parameters_are_checked(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):
-        checked(SamplingParams(**bad))
+        check_sampling(SamplingParams(**bad))
 
 
 def test_greedy():

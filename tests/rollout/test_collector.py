@@ -5,19 +5,18 @@ import gc
 from rollout_cases import CALL, LookUp
 
 from agentrl.rollout.conversation import EpisodeLimits
-from agentrl.rollout.garbage import THRESHOLD, SeldomCollected
 from agentrl.rollout.policies.scripted import ScriptedClient
-from agentrl.rollout.worker import EpisodeRunner
+from agentrl.rollout.worker import EpisodeRunner, RareCollection
 from agentrl.types import SamplingParams, Task
 
 
 def test_contexts_overlap_and_the_last_one_restores():
     before = gc.get_threshold()
-    seldom = SeldomCollected()
+    seldom = RareCollection()
     with seldom:
         with seldom:
-            assert gc.get_threshold() == (THRESHOLD, *before[1:])
-        assert gc.get_threshold()[0] == THRESHOLD
+            assert gc.get_threshold() == (RareCollection.THRESHOLD, *before[1:])
+        assert gc.get_threshold()[0] == RareCollection.THRESHOLD
     assert gc.get_threshold() == before
 
 
@@ -25,7 +24,7 @@ def test_a_collector_that_is_off_stays_off():
     before = gc.get_threshold()
     try:
         gc.set_threshold(0, 10, 10)
-        with SeldomCollected():
+        with RareCollection():
             assert gc.get_threshold()[0] == 0
     finally:
         gc.set_threshold(*before)
@@ -46,4 +45,4 @@ def test_a_group_is_played_with_the_collector_held_back(run, chat):
         await runner.close()
 
     run(play())
-    assert set(seen) == {THRESHOLD} and gc.get_threshold() == before
+    assert set(seen) == {RareCollection.THRESHOLD} and gc.get_threshold() == before
