@@ -31,16 +31,10 @@ from agentrl.chat_api.reply import Reply, ServerCall
 from agentrl.config.template import template_variables
 from agentrl.errors import ConfigError, EngineError
 from agentrl.rollout.conversation import EpisodeEnd, EpisodeLimits, Turn
-from agentrl.rollout.policies.openai_messages import (
-    call_arguments,
-    ended,
-    outgoing,
-    refuse_inline,
-    tokens_about,
-    turn_text,
-)
 from agentrl.rollout.sampling import for_turn
-from agentrl.tools.formats import Action, Parsed, Parser, clean_text
+from agentrl.rollout.template.rendering import INLINE
+from agentrl.tools.formats import Action, HermesParser, Parsed, Parser, clean_text
+from agentrl.tools.formats.strict_json import Malformed, read_json
 from agentrl.types import Message, SamplingParams, Segment, StopReason
 
 __all__ = ["ChatConversation", "OpenAIClient", "ServerChat", "open_server", "served_model"]
@@ -200,9 +194,9 @@ class ChatConversation:
                 "--no-apply-chat-template: a chat server applies its own template to every prompt; "
                 "evaluate with --hf-checkpoint"
             )
-        refuse_inline(messages)
+        _refuse_inline(messages)
         self.messages, self._tools, self._stop = list(messages), tools, tuple(stop)
-        self._history = [outgoing(message) for message in messages]
+        self._history = [_outgoing(message) for message in messages]
         self._variables = {**self._variables, **(variables or {})}
 
     async def generate(self) -> Turn:
@@ -241,8 +235,8 @@ class ChatConversation:
 
     def _take(self, reply: Reply, stop: tuple[str, ...], budget: int, room: int, seconds: float) -> Turn:
         """Enter an answer into the history and the record."""
-        content = clean_text(reply.content) if reply.tool_calls else ended(clean_text(reply.content), reply, stop)
-        text = Action(turn_text(content, reply), self._parser)
+        content = clean_text(reply.content) if reply.tool_calls else _ended(clean_text(reply.content), reply, stop)
+        text = Action(_turn_text(content, reply), self._parser)
         parsed = text.parsed
         self._remember(content, parsed, reply)
         cut_short = None
@@ -252,9 +246,9 @@ class ChatConversation:
         self.last_turn, self._awaiting = turn, True
         prompt_tokens, sampled = reply.prompt_tokens, reply.output_tokens
         if prompt_tokens is None:
-            prompt_tokens = self._used or tokens_about(json.dumps([self._history[:-1], self._tools]))
+            prompt_tokens = self._used or _tokens_about(json.dumps([self._history[:-1], self._tools]))
         if sampled is None:
-            sampled = tokens_about(text)
+            sampled = _tokens_about(text)
         self._used = prompt_tokens + sampled
         self.turns.append(
             {
@@ -293,8 +287,8 @@ class ChatConversation:
                 {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls
             ]
             message["tool_calls"] = [
-                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": call_arguments(c.arguments)}}
-                for c in calls
+                {**sent_call, "function": {"name": c.name, "arguments": _call_arguments(c.arguments)}}
+                for sent_call, c in zip(sent["tool_calls"], calls, strict=True)
             ]
         self.messages.append(message)
         self._history.append(sent)
@@ -316,10 +310,10 @@ class ChatConversation:
         """
         if not self._awaiting:
             raise ConfigError("observe() before generate(): give the first messages to prompt()")
-        refuse_inline(messages)
+        _refuse_inline(messages)
         own = self._with_own_ids(messages)
         self.messages = [*self.messages, *own]
-        size = sum(tokens_about(message.get("content") or "") for message in messages)
+        size = sum(_tokens_about(message.get("content") or "") for message in messages)
         self._observed += size
         limit = self._limits.max_tool_output_tokens
         if limit is not None and self._observed > limit:
@@ -349,7 +343,7 @@ class ChatConversation:
         open_ids = [call["id"] for call in last.get("tool_calls", ())]
         results, others = [], []
         for message in messages:
-            sent = outgoing(message)
+            sent = _outgoing(message)
             if sent["role"] != "tool":
                 others.append(sent)
             elif sent["tool_call_id"] in open_ids:
@@ -372,4 +366,84 @@ class ChatConversation:
             f"{self._limits.max_context_len}, --rollout-max-response-len {self._limits.max_response_len}; shorten the "
             "prompt, or set the limits to what the server's model takes",
             retryable=False,
+        )
+
+
+def _turn_text(content: str, reply: Reply) -> str:
+    """A server's answer as the one text that environments step with.
+
+    Reasoning comes first, between ``<think>`` tags, and calls last, in the hermes format. Nothing inside an argument
+    can end a call or a reasoning block: its ``<`` is written as ``\\u003c``.
+    """
+    parts = [f"<think>\n{clean_text(reply.reasoning).strip()}\n</think>\n"] if reply.reasoning.strip() else []
+    if reply.tool_calls:
+        # What the server left in the content is no call in its eyes, and must not swallow the ones it read.
+        content = content.replace(HermesParser.OPEN, "[tool_call]").replace(HermesParser.CLOSE, "[/tool_call]")
+    if content:
+        parts.append(content)
+    parts += [f"{HermesParser.OPEN}\n{_call_json(call)}\n{HermesParser.CLOSE}" for call in reply.tool_calls]
+    return "\n".join(parts)
+
+
+def _tokens_about(text: str) -> int:
+    """An estimate of the tokens of ``text``: four characters each."""
+    return (len(text) + 3) // 4
+
+
+def _call_json(call: ServerCall) -> str:
+    arguments = _call_arguments(call.arguments)
+    return json.dumps({"name": clean_text(call.name), "arguments": arguments}).replace("<", "\\u003c")
+
+
+def _call_arguments(text: str) -> Any:
+    """Arguments as an object; the text itself when it is none, for the environment's parser to explain."""
+    text = clean_text(text)
+    if not text.strip():
+        return {}
+    try:
+        value, end = read_json(text)
+    except Malformed:
+        return text
+    return value if isinstance(value, dict) and not text[end:].strip() else text
+
+
+def _ended(content: str, reply: Reply, stop: tuple[str, ...]) -> str:
+    """``content`` up to and with the stop string that ends it, whether or not the server knew or kept it."""
+    ends = [at + len(word) for word in stop if (at := content.find(word)) >= 0]
+    if ends:
+        return content[: min(ends)]
+    if reply.finish_reason == "length" or not stop:
+        return content
+    if reply.stopped_by is not None:
+        return content + reply.stopped_by if reply.stopped_by in stop else content
+    opened = [(at, word) for word in stop if word.startswith("</") and (at := content.rfind(f"<{word[2:]}")) >= 0]
+    return content + max(opened)[1] if opened else content
+
+
+def _outgoing(message: Message) -> dict[str, Any]:
+    """A message of ours in the form of the API: arguments as text, no fields that it does not have."""
+    sent: dict[str, Any] = {"role": message["role"], "content": message.get("content") or ""}
+    if message["role"] == "tool":
+        sent["tool_call_id"] = message.get("tool_call_id", "")
+    if message["role"] == "assistant" and message.get("tool_calls"):
+        sent["tool_calls"] = [_outgoing_call(call, index) for index, call in enumerate(message["tool_calls"])]
+    return sent
+
+
+def _outgoing_call(call: dict[str, Any], index: int) -> dict[str, Any]:
+    function = call.get("function", call)
+    arguments = function.get("arguments", {})
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return {
+        "id": call.get("id") or f"call_{index}",
+        "type": "function",
+        "function": {"name": function.get("name", ""), "arguments": text},
+    }
+
+
+def _refuse_inline(messages: Sequence[Message]) -> None:
+    if any(message["role"] == INLINE for message in messages):
+        raise ConfigError(
+            f"messages of role {INLINE!r} continue the assistant's own turn, which a chat server cannot do. Evaluate "
+            "this environment with --hf-checkpoint, or have it answer with messages of role 'user' or 'tool'"
         )

@@ -82,6 +82,10 @@ class Action(str):
         return str, (str.__str__(self),)
 
 
+FORMATS: dict[str, type[Parser]] = {}
+"""The parsers of calls that chat templates render, by name: every subclass with a ``name``."""
+
+
 class Parser(ABC):
     """Takes model turns apart. Stateless."""
 
@@ -96,6 +100,10 @@ class Parser(ABC):
     """How a call is written, for a model that got it wrong."""
     reasoning_tags: ClassVar[Mapping[str, str]] = {_OPEN: _CLOSE}
     """Opening and closing tags of what is thought, all that the family has: nothing in between is a call."""
+
+    def __init_subclass__(cls) -> None:
+        if "name" in vars(cls) and cls.structured:
+            FORMATS[cls.name] = cls
 
     @abstractmethod
     def parse(self, text: str) -> Parsed:

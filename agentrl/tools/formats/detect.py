@@ -5,64 +5,10 @@ from __future__ import annotations
 import re
 
 from agentrl.errors import ConfigError
-from agentrl.tools.formats.base import NoneParser, Parser
-from agentrl.tools.formats.families import (
-    AprielParser,
-    DeepSeekV3Parser,
-    DeepSeekV31Parser,
-    KimiParser,
-    LlamaParser,
-    MistralParser,
-    NemotronParser,
-)
-from agentrl.tools.formats.gemma import GemmaParser
-from agentrl.tools.formats.gpt_oss import GptOssParser
-from agentrl.tools.formats.hermes import HermesParser
-from agentrl.tools.formats.lfm2 import Lfm2Parser, SmolPythonParser
-from agentrl.tools.formats.minimax_m3 import MinimaxM3Parser
-from agentrl.tools.formats.pythonic import PythonicParser
-from agentrl.tools.formats.tagged import (
-    DeepSeekV4Parser,
-    DeepSeekV32Parser,
-    Glm47Parser,
-    GlmParser,
-    HunyuanParser,
-    KimiK3Parser,
-    MinimaxM2Parser,
-    Qwen3CoderParser,
-    SeedParser,
-)
+from agentrl.tools.formats import families, gemma, gpt_oss, hermes, lfm2, minimax_m3, pythonic, tagged  # noqa: F401
+from agentrl.tools.formats.base import FORMATS, NoneParser, Parser
 from agentrl.tools.formats.tags import TagParser
 
-FORMATS: dict[str, type[Parser]] = {
-    parser.name: parser
-    for parser in (
-        HermesParser,
-        GlmParser,
-        Glm47Parser,
-        HunyuanParser,
-        Qwen3CoderParser,
-        SeedParser,
-        MinimaxM2Parser,
-        MinimaxM3Parser,
-        DeepSeekV3Parser,
-        DeepSeekV31Parser,
-        DeepSeekV32Parser,
-        DeepSeekV4Parser,
-        KimiParser,
-        KimiK3Parser,
-        GptOssParser,
-        GemmaParser,
-        MistralParser,
-        LlamaParser,
-        NemotronParser,
-        AprielParser,
-        Lfm2Parser,
-        SmolPythonParser,
-        PythonicParser,
-    )
-}
-"""The parsers of calls that chat templates render."""
 _OTHER_NAMES = {
     # What SGLang (--tool-call-parser) and people call them.
     "qwen": "hermes",
