@@ -254,6 +254,6 @@ def test_nothing_thought_is_executed(thought):
 )
 def test_a_megabyte_is_parsed_in_no_time(text):
     for name in FORMATS:
-        started = time.perf_counter()
+        started = time.process_time()
         assert len(get_parser(name).parse(text).tool_calls) <= MAX_CALLS + 1
-        assert time.perf_counter() - started < 1.0
+        assert time.process_time() - started < 1.0
