@@ -145,7 +145,7 @@ class ExtensionPlanner:
         if not plan.extends:
             return None
         if plan.parts is not None and _fits(plan, new_messages):
-            return "".join(p if isinstance(p, str) else new_messages[p[0]][p[1]] for p in plan.parts)
+            return "".join([p if isinstance(p, str) else new_messages[p[0]][p[1]] for p in plan.parts])
         found = self._try_suffix(shape, list(new_messages))
         return found[1] if found else None
 
