@@ -1,7 +1,7 @@
 """A weight sync against a bare broadcast of the same bytes plus SGLang's own load time.
 
 *Sync* is the wall time from pause to continue of :class:`agentrl.weights.sync.WeightSync` on a running
-engine: what generation loses. *Reference* is
+engine: what generation loses. *Publish*, which comes before, is outside of it and reported beside it. *Reference* is
 
 - a bare gloo broadcast of one flat buffer of the same bytes, between two plain processes that form their group
   exactly as trainer and engine do, until the receiver has it, plus
@@ -36,11 +36,13 @@ from typing import Any
 import aiohttp
 import torch
 
-from agentrl.engines.control import EngineControl
+from agentrl.engines.control import BEGIN, EngineControl, receive
 from agentrl.engines.engine import EngineProcess, EngineSpec
-from agentrl.weights.protocol import LocalSender
-from agentrl.weights.sender import WeightSender
+from agentrl.weights.publisher import Publisher
+from agentrl.weights.sender import BroadcastSender, LocalSender
 from agentrl.weights.sync import WeightSync
+from agentrl.weights.transports.broadcast import Broadcast
+from agentrl.weights.transports.disk import Disk
 
 ROOT = Path(__file__).resolve().parents[1]
 RATIO_LIMIT = 1.5
@@ -88,14 +90,17 @@ def make_model(folder: Path, shape: dict[str, int]) -> Path:
 class Bench:
     """One engine, one sender, and a bare pair of processes beside them."""
 
-    def __init__(self, engine: EngineProcess, weights: dict[str, torch.Tensor]) -> None:
+    def __init__(self, engine: EngineProcess, weights: dict[str, torch.Tensor], folder: str) -> None:
         self.engine = engine
         self.control = EngineControl(engine.url, engine.api_key)
-        self.sender = WeightSender(lambda: iter(weights.items()), tied_embeddings=True)
-        self.sync = WeightSync(LocalSender(self.sender))
+        self.publisher = Publisher(lambda: iter(weights.items()), folder, tied_embeddings=True)
+        self.sender = BroadcastSender(self.publisher)
+        self.broadcast = Broadcast(LocalSender(self.sender))
+        self.sync = WeightSync(self.broadcast, restore=Disk())
         self.nbytes = sum(t.numel() * t.element_size() for t in weights.values())
         self.version = 0
-        self._bare = WeightSender(lambda: iter(()))
+        self.published: list[float] = []
+        self._bare = BroadcastSender(self.publisher)
         port = self._bare.listen()
         self._receiver = subprocess.Popen(
             [sys.executable, "-c", RECEIVER, str(port), str(self.nbytes)], stderr=subprocess.DEVNULL
@@ -111,6 +116,7 @@ class Bench:
         self._receiver.wait()
         self._bare.abort()
         await self.sync.close()
+        self.publisher.remove()
         await self.control.close()
 
     def bare_broadcast(self) -> float:
@@ -128,14 +134,15 @@ class Bench:
     async def load_and_receive(self) -> float:
         """Seconds of SGLang's metric for one update whose data is already on its way."""
         control = self.control
-        name = self.sync._groups.of([control])[control]
-        bucket = await asyncio.to_thread(self.sender.start)
+        name = self.broadcast._groups_of([control])[control]
+        (bucket,) = self.sync.snapshot.buckets
         await control.pause("retract")
-        await control.begin_weight_update()
-        sending = threading.Thread(target=self.sender.broadcast)
+        await control.in_turn([BEGIN])
+        sending = threading.Thread(target=self.sender.broadcast, args=(0, [name]))
         sending.start()
         await asyncio.sleep(0.05)
-        await control.update_from_distributed(bucket, group_name=name, version=self.version, flush=True, timeout=120)
+        path, body = receive(bucket, version=self.version, flush=True)
+        await control.in_turn([(path, body | {"group_name": name})], timeout=120)
         await asyncio.to_thread(sending.join)
         spent = await self._last_load()
         await control.end_weight_update()
@@ -151,11 +158,14 @@ class Bench:
 
     async def one_sync(self) -> Any:
         self.version += 1
-        return await self.sync.sync([self.control], self.version)
+        began = time.perf_counter()
+        self.sync.snapshot = self.publisher.publish(self.version)
+        self.published.append(time.perf_counter() - began)
+        return await self.sync.update([self.control])
 
 
-async def measure(engine: EngineProcess, weights: dict[str, torch.Tensor], repeats: int) -> dict[str, Any]:
-    bench = Bench(engine, weights)
+async def measure(engine: EngineProcess, weights: dict[str, torch.Tensor], repeats: int, folder: str) -> dict[str, Any]:
+    bench = Bench(engine, weights, folder)
     try:
         for _ in range(3):
             await bench.one_sync()
@@ -167,7 +177,7 @@ async def measure(engine: EngineProcess, weights: dict[str, torch.Tensor], repea
             received.append(await bench.load_and_receive())
         median = statistics.median
         broadcast, load = median(bare), max(0.0, median(received) - median(bare))
-        wall = median(report.pause_seconds for report in reports)
+        wall = median(report.seconds["transfer"] for report in reports)
         states = {name: median(r.seconds.get(name, 0.0) for r in reports) for name in reports[-1].seconds}
         return {
             "mib": bench.nbytes / 2**20,
@@ -176,6 +186,7 @@ async def measure(engine: EngineProcess, weights: dict[str, torch.Tensor], repea
             "broadcast_s": broadcast,
             "load_s": load,
             "ratio": wall / (broadcast + load),
+            "publish_s": median(bench.published),
             "states_s": states,
             "verified": reports[-1].verified,
         }
@@ -200,7 +211,8 @@ def run(size: str, repeats: int, scratch: Path) -> dict[str, Any]:
     )
     try:
         engine.start(300)
-        return asyncio.run(measure(engine, weights, repeats))
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            return asyncio.run(measure(engine, weights, repeats, folder))
     finally:
         engine.stop()
 

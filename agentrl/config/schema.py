@@ -485,7 +485,11 @@ class SyncOptions:
     """Weight sync from trainer to engines"""
 
     weight_sync_transport: Literal["broadcast", "disk"] = "broadcast"
-    """Way of the weights: collective broadcast (NCCL, gloo), or files."""
+    """Way of the weights to all engines: collective broadcast (NCCL, gloo), or each loads the published files."""
+    weight_snapshot_dir: str | None = None
+    """Folder in which the newest weights are published, for engines that start or return and for `disk`. Unset:
+    shared memory (one copy of the weights), with `disk` the run folder. For models too large for that, a folder on a
+    disk; with engines on several machines, one that all of them see."""
     update_weight_buffer_size: Positive = 512 * 1024 * 1024
     """Bytes of one bucket."""
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"

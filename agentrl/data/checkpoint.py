@@ -25,9 +25,11 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,6 +46,8 @@ from agentrl.data.files import (
     write_text,
 )
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError, StorageError
+
+log = logging.getLogger(__name__)
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -329,12 +333,15 @@ class CheckpointStore:
 
     async def save(self, step: int, *, trainer: TrainerState, rollout: RolloutState) -> Checkpoint:
         """Write a checkpoint of the whole run."""
+        began = time.monotonic()
         with storage_errors(self.root):
             folder = self.begin(step)
             await trainer.save(folder / TRAINER_FOLDER)
             await trainer.save_hf(folder / HF_FOLDER)
             write_json(folder / ROLLOUT_STATE, await rollout.state())
-            return await asyncio.to_thread(self.commit, step)
+            made = await asyncio.to_thread(self.commit, step)
+        log.info("saved %s in %.1f s", made.path, time.monotonic() - began)
+        return made
 
     def begin(self, step: int) -> Path:
         """An empty folder to fill; left-overs of interrupted saves and removals go."""

@@ -7,7 +7,7 @@ deadline; every failure is an :class:`~agentrl.errors.EngineError` that names th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -15,6 +15,10 @@ import aiohttp
 from agentrl.errors import EngineError
 
 PAUSE_MODES = ("retract", "in_place", "abort")
+
+
+Call = tuple[str, dict[str, Any]]
+"""A route of SGLang's and what is sent to it."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +30,60 @@ class Bucket:
     """Torch dtype names, such as ``float32``."""
     shapes: tuple[tuple[int, ...], ...]
     nbytes: int
-    last: bool
 
 
-@dataclass(frozen=True)
-class SendResult:
-    """What a broadcast brought: the next bucket (``None`` after the last), and groups that failed."""
+# What can be asked for :meth:`EngineControl.in_turn`.
 
-    next: Bucket | None
-    failed: dict[str, str] = field(default_factory=dict)
+
+def pausing(mode: str = "retract") -> Call:
+    """Stop generating. New requests wait.
+
+    Args:
+        mode: what becomes of requests in flight. ``retract``: they go back to the queue and their KV
+            cache is computed anew with the new weights; ``in_place``: they keep it and go on
+            with it; ``abort``: they return what they have.
+    """
+    if mode not in PAUSE_MODES:
+        raise ValueError(f"pause mode {mode!r}; expected one of {', '.join(PAUSE_MODES)}")
+    return "/pause_generation", {"mode": mode}
+
+
+def continuing() -> Call:
+    """Generate again."""
+    return "/continue_generation", {"torch_empty_cache": False}
+
+
+def flushing(*, optional: bool = False) -> Call:
+    """Drop the prefix cache. Refused while requests are in flight, which is an error unless ``optional``."""
+    return "/flush_cache", {"optional": optional}
+
+
+BEGIN: Call = ("/begin_weight_update", {})
+"""Open the session within which a broadcast may arrive."""
+END: Call = ("/end_weight_update", {})
+"""Close it."""
+
+
+def receive(bucket: Bucket, *, version: int | None, flush: bool) -> Call:
+    """Receive one bucket by broadcast from rank 0 of the process group ``group_name``, to be added, and load it.
+
+    Args:
+        version: set with this bucket, the last one.
+        flush: drop the prefix cache afterwards; fails while requests run, so not with ``in_place``.
+    """
+    return "/update_weights_from_distributed", {
+        "names": bucket.names,
+        "dtypes": bucket.dtypes,
+        "shapes": bucket.shapes,
+        "load_format": "flattened_bucket",
+        "flush_cache": flush,
+        "weight_version": None if version is None else str(version),
+    }
+
+
+def load_files(path: str, *, version: int, flush: bool) -> Call:
+    """Load the safetensors files of a folder that the engine can read."""
+    return "/update_weights_from_disk", {"model_path": path, "weight_version": str(version), "flush_cache": flush}
 
 
 class EngineControl:
@@ -65,26 +114,17 @@ class EngineControl:
 
     # Generation.
 
-    async def pause(self, mode: str = "retract", *, timeout: float | None = None) -> None:
-        """Stop generating. New requests wait.
+    async def in_turn(self, calls: Sequence[Call], *, timeout: float | None = None) -> None:
+        """Ask for these one after the other, until one is refused: one request (:mod:`agentrl.engines.server`)."""
+        await self._post("/in_turn", calls, timeout=timeout)
 
-        Args:
-            mode: what becomes of requests in flight. ``retract``: they go back to the queue and their KV
-                cache is computed anew with the new weights; ``in_place``: they keep it and go on
-                with it; ``abort``: they return what they have.
-        """
-        if mode not in PAUSE_MODES:
-            raise ValueError(f"pause mode {mode!r}; expected one of {', '.join(PAUSE_MODES)}")
-        await self._post("/pause_generation", {"mode": mode}, timeout=timeout)
+    async def pause(self, mode: str = "retract", *, timeout: float | None = None) -> None:
+        """See :func:`pausing`."""
+        await self._post(*pausing(mode), timeout=timeout)
 
     async def continue_(self, *, timeout: float | None = None) -> None:
         """Generate again."""
-        await self._post("/continue_generation", {"torch_empty_cache": False}, timeout=timeout)
-
-    async def flush(self, *, timeout: float | None = None) -> bool:
-        """Drop the prefix cache. False if the engine refuses because requests are in flight."""
-        status, _ = await self._call("POST", "/flush_cache", None, timeout, accept=(200, 400))
-        return status == 200
+        await self._post(*continuing(), timeout=timeout)
 
     async def abort(self, rid: str | None = None, *, timeout: float | None = None) -> None:
         """End one request by id, or all. They return what they have with finish reason ``abort``.
@@ -124,50 +164,9 @@ class EngineControl:
             "POST", "/destroy_weights_update_group", {"group_name": group_name}, timeout, accept=(200, 400)
         )
 
-    async def begin_weight_update(self, *, timeout: float | None = None) -> None:
-        """Open the session within which weights may arrive."""
-        await self._post("/begin_weight_update", {}, timeout=timeout)
-
     async def end_weight_update(self, *, timeout: float | None = None, missing_ok: bool = False) -> None:
-        """Close the session. With ``missing_ok`` it is no error that none was open."""
-        accept = (200, 400) if missing_ok else (200,)
-        await self._call("POST", "/end_weight_update", {}, timeout, accept=accept)
-
-    async def update_from_distributed(
-        self,
-        bucket: Bucket,
-        *,
-        group_name: str,
-        version: int | None,
-        flush: bool,
-        timeout: float | None = None,
-    ) -> None:
-        """Receive one bucket by broadcast from rank 0 and load it.
-
-        Args:
-            version: set with this bucket, the last one.
-            flush: drop the prefix cache afterwards; fails while requests run, so not with ``in_place``.
-        """
-        body = {
-            "names": bucket.names,
-            "dtypes": bucket.dtypes,
-            "shapes": bucket.shapes,
-            "group_name": group_name,
-            "load_format": "flattened_bucket",
-            "flush_cache": flush,
-            "weight_version": None if version is None else str(version),
-        }
-        await self._post("/update_weights_from_distributed", body, timeout=timeout)
-
-    async def update_from_disk(self, path: str, *, version: int, flush: bool, timeout: float | None = None) -> None:
-        """Load the safetensors files of a folder that the engine can read."""
-        body = {"model_path": path, "weight_version": str(version), "flush_cache": flush}
-        await self._post("/update_weights_from_disk", body, timeout=timeout)
-
-    async def set_version(self, version: int, *, timeout: float | None = None) -> None:
-        """Name the weights the engine holds, without a change to them."""
-        body = {"new_version": str(version), "abort_all_requests": False}
-        await self._post("/update_weight_version", body, timeout=timeout)
+        """Close an update's session. With ``missing_ok`` it is no error that none was open."""
+        await self._call("POST", *END, timeout, accept=(200, 400) if missing_ok else (200,))
 
     async def version(self, *, timeout: float | None = None) -> str:
         """The version of the weights, as requests report it; ``default`` before the first sync."""
@@ -178,6 +177,10 @@ class EngineControl:
         """Checksum of every parameter the engine holds: one dict (name to hex) per tensor-parallel rank."""
         answer = await self._post("/weights_checker", {"action": "checksum"}, timeout=timeout)
         return [dict(rank["checksums"]) for rank in answer["ranks"]]
+
+    async def overwrite_weights(self, *, timeout: float | None = None) -> None:
+        """Fill every parameter with random numbers, to see afterwards which ones new weights replace."""
+        await self._post("/weights_checker", {"action": "reset_tensors"}, timeout=timeout)
 
     # Health.
 
@@ -220,7 +223,9 @@ class EngineControl:
                 method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=limit)
             ) as answer:
                 if answer.status not in accept:
-                    raise EngineError(f"engine {self.url}{path}: HTTP {answer.status}: {(await answer.text())[:500]}")
+                    refused = answer.headers.get("x-refused", path)
+                    text = (await answer.text())[:500]
+                    raise EngineError(f"engine {self.url}{refused}: HTTP {answer.status}: {text}")
                 is_json = answer.content_type == "application/json"
                 return answer.status, await answer.json() if is_json else None
         except TimeoutError:

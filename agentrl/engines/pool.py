@@ -5,9 +5,9 @@ An engine is always in one of four states::
     starting ─▶ pending ─▶ serving ─▶ dead ─▶ (a new engine) starting
                    └──────────────────▲
 
-``pending`` engines are healthy but may hold old weights. They get no traffic: only when their weights are those
-of the current version are they admitted to the router. A serving engine whose process ends, or that
-does not answer, is taken out of the router at once and replaced.
+``pending`` engines are healthy but may hold old weights. They get no traffic: only when they have loaded those of the
+current version, from what the trainer published, are they admitted to the router. A serving engine whose process
+ends, or that does not answer, is taken out of the router at once and replaced.
 """
 
 from __future__ import annotations
@@ -15,25 +15,46 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine, Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from agentrl.engines.actor import DEAD, PENDING, SERVING, STARTING, LocalEngine, PooledEngine, RayEngine
 from agentrl.engines.control import EngineControl
 from agentrl.engines.engine import EngineSpec
 from agentrl.engines.router import RouterProcess
-from agentrl.errors import EngineError
+from agentrl.errors import EngineError, WeightSyncError
 from agentrl.processes.server import new_api_key
-
-if TYPE_CHECKING:
-    from agentrl.weights.protocol import SyncReport
-    from agentrl.weights.sync import WeightSync
 
 log = logging.getLogger(__name__)
 
 _WAIT_SLICE_S = 5.0
 _ROUTER_ATTEMPTS = 20
+
+
+class Update(Protocol):
+    """What an update of weights brought: addresses of engines that serve them, and of those that must be replaced."""
+
+    synced: list[str]
+    failed: dict[str, str]
+
+
+class Updater(Protocol):
+    """Who gives engines their weights. Its errors (WeightSyncError) have an :class:`Update` as ``report``.
+
+    ``retire`` is set by the pool: called with a failed engine before that one generates again.
+    """
+
+    retire: Callable[[EngineControl], Awaitable[None]] | None
+
+    async def update(self, engines: Sequence[EngineControl]) -> Update:
+        """Bring all of them to the newest version."""
+        ...
+
+    async def restore(self, engine: EngineControl) -> Update | None:
+        """Bring one that started or came back to the newest version; None: it must wait for the next :meth:`update`."""
+        ...
 
 
 class EnginePool:
@@ -77,7 +98,6 @@ class EnginePool:
         self.health_interval = health_interval
         self.health_timeout = health_timeout
         self.max_failed_starts = max_failed_starts
-        self.version: int | None = None
         self._log_dir = None if log_dir is None else os.fspath(log_dir)
         self._ray_options = ray_options
         self._engine_key = new_api_key()
@@ -89,8 +109,8 @@ class EnginePool:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._lock = asyncio.Lock()  # held while weights are on their way
         self._changed = asyncio.Condition()
-        self._sync: WeightSync | None = None
-        self._held = False
+        self._updater: Updater | None = None
+        self._updated = False
         self._stopped = False
         self._broken: str | None = None
 
@@ -177,23 +197,13 @@ class EnginePool:
 
     # Weights.
 
-    def attach(self, sync: WeightSync) -> None:
+    def attach(self, updater: Updater) -> None:
         """Have the pool use this for weights. A failed engine is out of the router before it is resumed."""
-        self._sync = sync
-        sync.retire = self._retire
+        self._updater = updater
+        updater.retire = self._retire
 
-    async def hold(self) -> None:
-        """From now until the next :meth:`update_weights` the trainer's weights are not :attr:`version`.
-
-        Call it before the optimizer steps: replacements that come up meanwhile wait for that update. Returns once
-        none is being sent weights: ranks that train while they are walked would wait for each other for ever.
-        """
-        self._held = True
-        async with self._lock:
-            return
-
-    async def update_weights(self, version: int) -> SyncReport:
-        """Bring all engines to the trainer's weights as ``version``; those that fail are replaced.
+    async def update_weights(self) -> Update:
+        """Bring all engines to the newest weights; those that fail are replaced.
 
         Replacements that are ready are admitted. If no engine is left, waits for one.
 
@@ -201,19 +211,19 @@ class EnginePool:
             WeightSyncError: the trainer's end failed, or engines fail again and again.
             EngineError: no engine can be started.
         """
-        from agentrl.weights.protocol import SyncFailed
-
-        if self._sync is None:
-            raise EngineError("no weight sync is attached to the pool; call attach() first")
+        if self._updater is None:
+            raise EngineError("nobody gives the pool weights; call attach() first")
         async with self._lock:
-            self.version, self._held = version, False
+            self._updated = True
             for attempt in range(self.max_failed_starts):
                 engines = await self._wait_for_engines()
                 try:
-                    report = await self._sync.sync(engines, version)
-                except SyncFailed as error:
-                    self._replace_failed(error.report)
-                    if attempt == self.max_failed_starts - 1 or not error.report.failed:
+                    report = await self._updater.update(engines)
+                except WeightSyncError as error:
+                    report = getattr(error, "report", None)
+                    if report is not None:
+                        self._replace_failed(report)
+                    if attempt == self.max_failed_starts - 1 or not (report and report.failed):
                         raise
                     continue
                 self._replace_failed(report)
@@ -235,7 +245,7 @@ class EnginePool:
     def _of(self, urls: Sequence[str]) -> list[PooledEngine]:
         return [place for place in self._places if place.control and place.control.url in urls]
 
-    def _replace_failed(self, report: SyncReport) -> None:
+    def _replace_failed(self, report: Update) -> None:
         for place in self._of(list(report.failed)):
             self._replace(place, report.failed[place.control.url])
 
@@ -243,6 +253,7 @@ class EnginePool:
 
     async def _fill(self, place: PooledEngine) -> LocalEngine | RayEngine:
         """Start an engine in this place; pending afterwards, if it still lives."""
+        began = time.monotonic()
         place.state, spec = STARTING, place.own(self.spec, len(self._places), placed=self._ray_options is not None)
         arguments = {"name": place.name, "log_dir": self._log_dir, "host": self.host, "api_key": self._engine_key}
         if self._ray_options is None:
@@ -252,6 +263,7 @@ class EnginePool:
         engine = place.engine
         async with asyncio.timeout(self.start_timeout + 60.0):
             url = await engine.call("start", self.start_timeout)
+        log.info("%s runs at %s after %.1f s", place.name, url, time.monotonic() - began)
         place.control = EngineControl(url, self._engine_key)
         place.watch = self._spawn(self._watch(place, engine))
         await self._set_state(place, PENDING, engine)
@@ -263,6 +275,7 @@ class EnginePool:
             return
         await self._threaded(self._router.add_worker, control.url, self._engine_key)
         if place.engine is engine:
+            log.info("%s takes requests", place.name)
             await self._set_state(place, SERVING, engine)
         else:
             await self._threaded(self._router.remove_worker, control.url)
@@ -327,15 +340,16 @@ class EnginePool:
         await self._give_up(place)
 
     async def _bring_up(self, place: PooledEngine, engine: LocalEngine | RayEngine) -> None:
-        """Admit a replacement, with the current weights if weights were ever sent."""
+        """Admit a replacement, with the current weights if weights were ever given."""
         async with self._lock:
-            if place.engine is not engine or place.state != PENDING or self._held:
+            if place.engine is not engine or place.state != PENDING:
                 return
-            if self._sync is not None and self.version is not None:
-                from agentrl.errors import WeightSyncError
-
+            if self._updater is not None and self._updated:
                 try:
-                    await self._sync.sync([place.control], self.version)
+                    if await self._updater.restore(place.control) is None:
+                        log.info("%s waits for the next version of the weights", place.name)
+                        return
+                    log.info("%s loaded the published weights", place.name)
                 except WeightSyncError as error:
                     raise EngineError(str(error)) from error
             await self._admit(place)

@@ -148,6 +148,44 @@ def leave_tools_as_sent() -> None:
     protocol.Tool.model_dump = without_empty
 
 
+def take_calls_in_turn() -> None:
+    """``POST /in_turn`` with ``[[route, body], ...]``: what is asked for at a weight update, one after the other.
+
+    One request instead of five, each of which takes about a millisecond while generation stands still. It ends at the
+    first call that is refused, with the answer to that.
+    """
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.managers import io_struct
+
+    calls = {
+        "/pause_generation": (http_server.pause_generation, io_struct.PauseGenerationReqInput),
+        "/begin_weight_update": (http_server.begin_weight_update, io_struct.BeginWeightUpdateReqInput),
+        "/update_weights_from_distributed": (
+            http_server.update_weights_from_distributed,
+            io_struct.UpdateWeightsFromDistributedReqInput,
+        ),
+        "/update_weights_from_disk": (http_server.update_weights_from_disk, io_struct.UpdateWeightFromDiskReqInput),
+        "/end_weight_update": (http_server.end_weight_update, io_struct.EndWeightUpdateReqInput),
+        "/continue_generation": (http_server.continue_generation, io_struct.ContinueGenerationReqInput),
+    }
+
+    async def in_turn(request: Any) -> Any:
+        for path, body in await request.json():
+            if path == "/flush_cache":
+                answer = await http_server.flush_cache(timeout=0.0)
+                if body["optional"]:
+                    continue
+            else:
+                function, kind = calls[path]
+                answer = await function(kind(**body), request)
+            if answer.status_code != 200:
+                answer.headers["x-refused"] = path
+                break
+        return answer
+
+    http_server.app.add_route("/in_turn", in_turn, methods=["POST"])
+
+
 def patch() -> None:
     """What must hold in the server and in each of its children."""
     leave_out_megatron()
@@ -186,6 +224,7 @@ def main(argv: list[str]) -> None:
     patch()
     redact_keys()
     leave_tools_as_sent()
+    take_calls_in_turn()
     if cpu_backend.needed():
         cpu_backend.fork_children()
         if "--enable-deterministic-inference" in argv:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import EvalConfig
+from agentrl.engines.world import World
 from agentrl.errors import AgentRLError, CheckpointError
 from agentrl.rollout.setup import engine_spec, open_chat, template_notes
 
@@ -123,7 +124,7 @@ async def open_policy(
     chat = open_chat(cfg, model)
     about_template = template_notes(cfg, chat, environments, training=False)
     pool = EnginePool(
-        engine_spec(cfg, model),
+        engine_spec(cfg, model, World.here()),
         cfg.rollout_num_engines or 1,
         log_dir=logs,
         policy=cfg.router_policy,

@@ -12,13 +12,17 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from agentrl.engines.world import World
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.processes.tree import descendants
+
+if TYPE_CHECKING:
+    from agentrl.config.schema import Config
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +71,27 @@ def check_nodes(nodes: int) -> None:
         )
 
 
+def bundles_of(cfg: Config, world: World) -> list[Bundle]:
+    """What a run asks of Ray: ranks, engines, the manager, in this order.
+
+    Raises:
+        ConfigError: there are GPUs, but not enough.
+    """
+    engines, per_engine = cfg.rollout_num_engines or 1, world.engine_ranks(cfg) if world.has_gpu else 0
+    needed, share = cfg.world_size + engines * per_engine, 0.5 if world.is_shared(cfg) else 1.0
+    if world.has_gpu and needed * share > world.gpus:
+        raise ConfigError(
+            f"this run asks for {needed} GPUs ({cfg.world_size} for the trainer, {engines} x {per_engine} for "
+            f"engines), and there are {world.gpus}. Ask for fewer ranks or engines; a single GPU is shared by one rank "
+            "and one engine."
+        )
+    per_node = cfg.world_size // cfg.actor_num_nodes
+    per_rank = share if world.has_gpu else 0
+    ranks = [Bundle(f"rank-{i}", 1, per_rank, node=i // per_node) for i in range(cfg.world_size)]
+    places = [Bundle(f"engine-{i}", 1, per_engine * share) for i in range(engines)]
+    return [*ranks, *places, Bundle("rollout-manager", 1)]
+
+
 def placement(bundles: Sequence[Bundle]) -> tuple[list[list[dict[str, float]]], list[tuple[int, int]]]:
     """Placement groups for the actors, and for each actor its group and its bundle there.
 
@@ -96,7 +121,7 @@ class Cluster:
     Use as a context manager: leaving it gives the room back and ends a Ray of our own.
 
     Args:
-        bundles: what each actor asks for.
+        plan: what each actor asks for, in the world that there is.
         namespace: Ray's namespace of the run.
         temp_dir: folder for Ray's session. Its path must be short: Unix sockets live below it, and their
             paths have at most 107 characters.
@@ -104,9 +129,16 @@ class Cluster:
     """
 
     def __init__(
-        self, bundles: Sequence[Bundle], *, namespace: str, temp_dir: str, object_store_bytes: int = 512 << 20
+        self,
+        plan: Callable[[World], Sequence[Bundle]],
+        *,
+        namespace: str,
+        temp_dir: str,
+        object_store_bytes: int = 512 << 20,
     ):
-        self.bundles = list(bundles)
+        self.world = World.here()
+        self.bundles: list[Bundle] = []
+        self._plan = plan
         self.namespace = namespace
         self.temp_dir = temp_dir
         self.object_store_bytes = object_store_bytes
@@ -136,6 +168,7 @@ class Cluster:
             AgentRLError: when the cluster cannot hold the bundles, with what was asked and what is there.
         """
         if self.is_local:
+            self.bundles = list(self._plan(self.world))
             os.environ.update(_LOCAL_RAY)
             os.environ["RAY_AUTH_MODE"] = "token"
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
@@ -159,6 +192,9 @@ class Cluster:
             )
         else:
             ray.init(namespace=self.namespace, log_to_driver=False, configure_logging=False)
+            self.world = World.of(ray.nodes())
+            self.bundles = list(self._plan(self.world))
+        log.info("Ray runs: %d GPUs, machines %s; %d actors", self.world.gpus, self.world.addresses, len(self.bundles))
         self._reserve(ray)
 
     def _reserve(self, ray: Any) -> None:

@@ -18,10 +18,10 @@ from agentrl.algorithms import TrainBatch
 from agentrl.config.schema import Config, TrainerOptions
 from agentrl.data.files import FULL, storage_errors
 from agentrl.errors import AgentRLError
-from agentrl.orchestrator.watch import with_pulse
+from agentrl.orchestrator.watch import WEIGHTS, with_pulse
 from agentrl.progress import Progress
-from agentrl.rollout.setup import has_gpu
-from agentrl.trainer.ranks import SENDER_METHODS, TrainActor
+from agentrl.trainer.ranks import TrainActor
+from agentrl.weights.snapshot import Snapshot
 
 POLL_S = 0.5
 START_TIMEOUT_S = 300.0
@@ -64,7 +64,12 @@ async def _one(ref: Any) -> Any:
 
 
 def create_ranks(
-    cfg: Config, hf_checkpoint: str, placements: Sequence[Mapping[str, Any]], *, log_dir: str | Path | None = None
+    cfg: Config,
+    hf_checkpoint: str,
+    placements: Sequence[Mapping[str, Any]],
+    *,
+    weights_dir: str,
+    log_dir: str | Path | None = None,
 ) -> list[Any]:
     """Start all ranks as Ray actors and have them form their world; returns at once but for rank 0's answer.
 
@@ -74,25 +79,22 @@ def create_ranks(
         cfg: the run's configuration.
         hf_checkpoint: directory of the model.
         placements: one dict of Ray actor options a rank.
+        weights_dir: folder in which versions of the weights are published.
         log_dir: folder for ``trainer-<rank>.log``.
     """
     import ray
 
     threads = cfg.threads or max(1, (os.cpu_count() or 1) // len(placements))
     options = cfg.section(TrainerOptions).replace(threads=threads)
-    sender = {
-        "bucket_bytes": cfg.update_weight_buffer_size,
-        "timeout": float(cfg.engine_timeout),
-        "tp": cfg.rollout_num_gpus_per_engine if has_gpu() else 1,
-    }
-    actor = with_pulse(TrainActor)
+    publishing = {"bucket_bytes": cfg.update_weight_buffer_size, "folder": weights_dir}
+    actor = with_pulse(TrainActor, **{WEIGHTS: 2})
     ranks = [
         actor.options(**placement).remote(
             rank,
             len(placements),
             hf_checkpoint,
             options,
-            sender=sender,
+            publishing=publishing,
             nodes=cfg.actor_num_nodes,
             log_file=str(Path(log_dir) / f"trainer-{rank}.log") if log_dir else None,
             log_level=cfg.log_level,
@@ -103,27 +105,6 @@ def create_ranks(
     for rank in ranks:
         rank.start.remote(init_method)
     return ranks
-
-
-class RankSender:
-    """The weight sender of all ranks as the sync's state machine sees it (its ``Sender`` protocol).
-
-    Args:
-        ranks: handles of the Ray actors, in the order of their ranks.
-    """
-
-    def __init__(self, ranks: Sequence[Any]):
-        self._ranks = list(ranks)
-
-    def __getattr__(self, method: str) -> Any:
-        if method not in SENDER_METHODS:
-            raise AttributeError(method)
-
-        async def call(*args: Any) -> Any:
-            calls = [rank.sender.remote(method, *args) for rank in self._ranks]
-            return (await asyncio.gather(*map(_one, calls)))[0]
-
-        return call
 
 
 class TrainerGroup:
@@ -160,6 +141,10 @@ class TrainerGroup:
             "the training step", "update", batch[0], ray.put(dict(columns)), num_steps=self.num_steps, keep=keep
         )
         return (await call)[0]
+
+    async def publish(self, version: int) -> Snapshot:
+        """Have the weights of now written out as ``version``, for engines to load."""
+        return (await self._all("publishing the weights", "publish", version))[0]
 
     async def save(self, path: Path) -> None:
         """Every rank writes its part into ``path``."""
@@ -205,18 +190,13 @@ class RolloutGroup:
         """Play the held-out sets; summaries by name. The episodes are in the trajectory store."""
         return await self._watched("the evaluation", self.manager.evaluate.remote(step), progress)
 
-    async def update_weights(self, trainer: TrainerGroup, version: int) -> dict[str, float]:
-        """Bring the engines to the trainer's weights."""
-        call = self.manager.update_weights.remote(trainer.ranks, version)
-        return (await within("the weight sync", self.deadline, call))[0]
+    async def update_weights(self, snapshot: Snapshot) -> dict[str, float]:
+        """Bring the engines to published weights."""
+        return (await within("the weight sync", self.deadline, self.manager.update_weights.remote(snapshot)))[0]
 
     async def mark_trained(self, columns: Mapping[str, np.ndarray]) -> None:
         """The batch was trained on, with these columns."""
         await within("the data account", self.deadline, self.manager.mark_trained.remote(dict(columns)))
-
-    async def hold(self) -> None:
-        """Have replaced engines wait for the next sync: the trainer's ranks are about to work together."""
-        await within("a replaced engine's weights", self.deadline, self.manager.hold.remote())
 
     async def state(self) -> dict[str, Any]:
         """State for a checkpoint."""

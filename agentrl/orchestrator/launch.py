@@ -11,6 +11,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +28,19 @@ from agentrl.data.checkpoint import Checkpoint, CheckpointStore
 from agentrl.data.files import FULL, storage_errors
 from agentrl.data.run_folder import RunDir
 from agentrl.engines.engine import engines_ahead
+from agentrl.engines.world import World
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError, DataError
 from agentrl.evaluation.heldout import held_out_sets, rehearse_set
 from agentrl.loading import portable, portable_source
-from agentrl.orchestrator.cluster import Bundle, Cluster, check_nodes
-from agentrl.orchestrator.handles import RolloutGroup, TrainerGroup
+from agentrl.orchestrator.cluster import Cluster, bundles_of, check_nodes
+from agentrl.orchestrator.handles import RolloutGroup, TrainerGroup, create_ranks
 from agentrl.orchestrator.loop import best_metrics, due, keep_best, training_loop
 from agentrl.orchestrator.watch import ProcessLostError, Watch, with_pulse
 from agentrl.processes.signals import cancel_on_signals, stderr_to, write_log_to
 from agentrl.processes.warden import Warden
 from agentrl.progress import Progress, before_after, clock, episode_panel, shown, when
 from agentrl.rollout.rehearsal import rehearse
-from agentrl.rollout.setup import engine_spec, has_gpu, make_env, scratch
+from agentrl.rollout.setup import engine_spec, make_env, scratch
 from agentrl.trainer.export import copy_model
 from agentrl.types import Trajectory
 from agentrl.versions import installed
@@ -51,7 +56,7 @@ KILLED = (
 )
 ADOPTIONS = 3
 """How often a fork tries to get hold of the newest checkpoint of a run that goes on."""
-PATHS = ("save", "save_hf", "hf_checkpoint", "ref_load", "chat_template")
+PATHS = ("weight_snapshot_dir", "save", "save_hf", "hf_checkpoint", "ref_load", "chat_template")
 HOOKS = ("env", "custom_rm_path", "custom_generate_function_path", "data_source_path", "advantage_estimator")
 
 
@@ -86,10 +91,11 @@ def train(cfg: Config) -> int:
                     Warden(last_words=KILLED.format(logs=shown(run.logs), run=shown(run.path))) as warden,
                     stderr_to(run.logs / "stderr.log"),
                     scratch(warden) as temp_dir,
+                    weights_folder(cfg, run, warden) as weights_dir,
                     start_engines_ahead(cfg, run),
-                    Cluster(bundles(cfg), namespace=run.path.name, temp_dir=temp_dir) as cluster,
+                    Cluster(partial(bundles_of, cfg), namespace=run.path.name, temp_dir=temp_dir) as cluster,
                 ):
-                    asyncio.run(_run(run.config, cluster, run, progress, source))
+                    asyncio.run(_run(run.config, cluster, run, progress, source, weights_dir))
             elif source is not None:
                 store = CheckpointStore(run.checkpoints)
                 settle(run, store, start, progress)
@@ -97,6 +103,7 @@ def train(cfg: Config) -> int:
                 if cfg.save_hf:
                     copy_model(source, Path(cfg.save_hf))
             report(run, progress)
+            log.info("ended after step %d, %.0f s", progress.step, progress.elapsed)
             run.describe(ended={"step": progress.step, "save_hf": cfg.save_hf})
         except BaseException as error:
             how_to_go_on(run, progress, error)
@@ -111,7 +118,9 @@ def start_engines_ahead(cfg: Config, run: RunDir) -> contextlib.AbstractContextM
     """Engines import SGLang while Ray starts. Not where they may be placed on other machines."""
     if os.environ.get("RAY_ADDRESS") or cfg.host != "127.0.0.1":
         return contextlib.nullcontext()
-    return engines_ahead(engine_spec(cfg, str(cfg.hf_checkpoint)), cfg.rollout_num_engines or 1, log_dir=run.logs)
+    return engines_ahead(
+        engine_spec(cfg, str(cfg.hf_checkpoint), World.here()), cfg.rollout_num_engines or 1, log_dir=run.logs
+    )
 
 
 def open_run(cfg: Config, stack: contextlib.ExitStack) -> tuple[RunDir, Checkpoint | None]:
@@ -229,7 +238,7 @@ def check_environment(cfg: Config) -> None:
 
     The same goes for the engines, each held-out set of another environment, and the metric of ``--best-metric``.
     """
-    engine_spec(cfg, str(cfg.hf_checkpoint))
+    engine_spec(cfg, str(cfg.hf_checkpoint), World.here())
     if cfg.env or cfg.prompt_data:
         rehearse(
             lambda: make_env(*cfg.env_spec(), tool_timeout=cfg.tool_timeout, sandbox=cfg.sandbox),
@@ -250,17 +259,33 @@ def check_environment(cfg: Config) -> None:
             )
 
 
-def bundles(cfg: Config) -> list[Bundle]:
-    """What the run asks of Ray: ranks, engines, the manager, in this order."""
-    gpu = has_gpu()
-    per_node = cfg.world_size // cfg.actor_num_nodes
-    ranks = [Bundle(f"rank-{i}", 1, 1 if gpu else 0, node=i // per_node) for i in range(cfg.world_size)]
-    per_engine = cfg.rollout_num_gpus_per_engine if gpu else 0
-    engines = [Bundle(f"engine-{i}", 1, per_engine) for i in range(cfg.rollout_num_engines or 1)]
-    return [*ranks, *engines, Bundle("rollout-manager", 1)]
+@contextlib.contextmanager
+def weights_folder(cfg: Config, run: RunDir, warden: Warden) -> Iterator[str]:
+    """Where versions of the weights are published: shared memory if nothing else was asked for. Goes with the run.
+
+    Raises:
+        StorageError: there can be no such folder.
+    """
+    shared_memory = Path("/dev/shm")
+    base = Path(cfg.weight_snapshot_dir) if cfg.weight_snapshot_dir else None
+    if base is None and cfg.weight_sync_transport == "disk":
+        base = run.path
+    if base is None and shared_memory.is_dir():
+        base = shared_memory
+    with storage_errors(base or "a temporary folder"):
+        if base is not None:
+            base.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(prefix="agentrl-weights-", dir=base)
+    warden.add_temp_dir(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _run(cfg: Config, cluster: Cluster, run: RunDir, progress: Progress, source: Checkpoint | None) -> None:
+async def _run(
+    cfg: Config, cluster: Cluster, run: RunDir, progress: Progress, source: Checkpoint | None, weights_dir: str
+) -> None:
     rollout: RolloutGroup | None = None
     checkpoints = CheckpointStore(run.checkpoints, keep_last=cfg.keep_last)
     with cancel_on_signals():
@@ -269,7 +294,7 @@ async def _run(cfg: Config, cluster: Cluster, run: RunDir, progress: Progress, s
                 watch.processes(cluster.processes())
                 progress.stage("starting engines and trainer")
                 # In a thread, since it waits for rank 0: Ctrl-C must count at once.
-                trainer, rollout = await asyncio.to_thread(start_actors, cfg, cluster, run)
+                trainer, rollout = await asyncio.to_thread(start_actors, cfg, cluster, run, weights_dir)
                 for number, rank in enumerate(trainer.ranks):
                     watch.actor(f"trainer rank {number}", rank, run.logs / f"trainer-{number}.log")
                 watch.actor("the rollout manager", rollout.manager, run.logs / "rollout-manager.log")
@@ -277,6 +302,7 @@ async def _run(cfg: Config, cluster: Cluster, run: RunDir, progress: Progress, s
                 for note in notes:
                     log.warning(note)
                     progress.log(Text(note))
+                log.info("%d ranks and the engines run", len(trainer.ranks))
                 start = 0
                 if source is not None:
                     progress.stage(f"loading the checkpoint after step {source.step}")
@@ -286,11 +312,10 @@ async def _run(cfg: Config, cluster: Cluster, run: RunDir, progress: Progress, s
                 settle(run, checkpoints, start, progress)
                 await training_loop(
                     cfg, start=start, trainer=trainer, rollout=rollout, checkpoints=checkpoints, run=run,
-                    progress=progress,
+                    progress=progress, world=cluster.world,
                 )  # fmt: skip
                 if cfg.save_hf:
                     progress.stage("exporting the model")
-                    await rollout.hold()
                     await trainer.save_hf(Path(cfg.save_hf))
         except ProcessLostError:
             rollout = None  # whom to ask is gone or may be: Ray and the warden end what is left
@@ -304,6 +329,7 @@ async def _run(cfg: Config, cluster: Cluster, run: RunDir, progress: Progress, s
 
 def settle(run: RunDir, checkpoints: CheckpointStore, start: int, progress: Progress) -> None:
     """Have the folder hold what was done in ``start`` rollouts and nothing else; a kill in between is made up for."""
+    log.info("at step %d", start)
     if start:
         checkpoints.go_on_from(start)  # first: the next start then comes here again
     run.go_on(start)
@@ -311,19 +337,18 @@ def settle(run: RunDir, checkpoints: CheckpointStore, start: int, progress: Prog
         progress.log(Text(mended))
 
 
-def start_actors(cfg: Config, cluster: Cluster, run: RunDir) -> tuple[TrainerGroup, RolloutGroup]:
+def start_actors(cfg: Config, cluster: Cluster, run: RunDir, weights_dir: str) -> tuple[TrainerGroup, RolloutGroup]:
     """Create all actors; they start at the same time."""
-    from agentrl.orchestrator.handles import create_ranks
     from agentrl.orchestrator.manager import RolloutManager
 
     model = str(cfg.hf_checkpoint)
-    world, engines = cfg.world_size, cfg.rollout_num_engines or 1
-    ranks = create_ranks(cfg, model, [cluster.options(i) for i in range(world)], log_dir=run.logs)
-    engine_options = [cluster.options(world + i) for i in range(engines)]
+    *places, manager_place = (cluster.options(i) for i in range(len(cluster.bundles)))
+    of_ranks, of_engines = places[: cfg.world_size], places[cfg.world_size :]
+    ranks = create_ranks(cfg, model, of_ranks, weights_dir=weights_dir, log_dir=run.logs)
     manager = (
         with_pulse(RolloutManager)
-        .options(**cluster.options(world + engines), max_concurrency=1000)
-        .remote(cfg, str(run.path), model, engine_options)
+        .options(**manager_place, max_concurrency=1000)
+        .remote(cfg, str(run.path), model, of_engines, cluster.world, ranks[0])
     )
     episodes = cfg.rollout_batch_size * cfg.n_samples_per_prompt
     sets = 1 + len(cfg.eval_prompt_data) + len(cfg.eval_env)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,9 +18,9 @@ from agentrl.algorithms import Algorithm, load_algorithm, zero_variance_fraction
 from agentrl.config.schema import AlgorithmOptions
 from agentrl.data.checkpoint import Best
 from agentrl.data.run_folder import scalars_of
+from agentrl.engines.world import World
 from agentrl.orchestrator.notices import Lasting, nothing_to_learn
 from agentrl.progress import Progress
-from agentrl.rollout.setup import has_gpu
 from agentrl.trainer.agreement import AgreementWatch, Bounds
 
 if TYPE_CHECKING:
@@ -41,12 +41,12 @@ async def training_loop(
     checkpoints: CheckpointStore,
     run: RunDir,
     progress: Progress,
+    world: World,
 ) -> None:
     """Train from rollout ``start`` to ``cfg.num_rollout``."""
     algorithm = load_algorithm(cfg.section(AlgorithmOptions))
-    watch = AgreementWatch(Bounds.of(cfg, gpu=has_gpu()).warn)
-    progress.stage("syncing weights")
-    synced = await rollout.update_weights(trainer, start)
+    watch = AgreementWatch(Bounds.of(cfg, gpu=world.has_gpu).warn)
+    synced = await sync(start, trainer=trainer, rollout=rollout, progress=progress)
     keep_best(cfg, checkpoints=checkpoints, run=run, progress=progress)
     evaluated = {evaluation["step"] for evaluation in run.evaluations()}
     at_start = due(start, cfg.eval_interval, cfg.num_rollout) if start else cfg.eval_before_train
@@ -79,13 +79,12 @@ async def training_loop(
             log.warning(warning)
             progress.log(Text(warning, style="yellow"))
         evaluates = due(version, cfg.eval_interval, cfg.num_rollout)
-        # What may turn out to be the best is saved before it is evaluated: after the sync the ranks are not free.
+        # What may turn out to be the best is saved before it is evaluated.
         if due(version, cfg.save_interval, cfg.num_rollout) or (evaluates and cfg.best_metric):
             progress.stage("saving a checkpoint")
             await checkpoints.save(version, trainer=trainer, rollout=rollout)
 
-        progress.stage("syncing weights")
-        synced = await rollout.update_weights(trainer, version)
+        synced = await sync(version, trainer=trainer, rollout=rollout, progress=progress)
         if evaluates:
             await evaluate(rollout, version, run=run, progress=progress)
             keep_best(cfg, checkpoints=checkpoints, run=run, progress=progress)
@@ -121,9 +120,24 @@ async def end_early(
         await evaluate(rollout, version, run=run, progress=progress)
     if (cfg.save_interval or cfg.best_metric) and version and version != checkpoints.newest_step():
         progress.stage("saving a checkpoint")
-        await rollout.hold()  # the trainer's ranks are about to work together
         await checkpoints.save(version, trainer=trainer, rollout=rollout)
     keep_best(cfg, checkpoints=checkpoints, run=run, progress=progress)
+
+
+async def sync(version: int, *, trainer: TrainerGroup, rollout: RolloutGroup, progress: Progress) -> dict[str, float]:
+    """Publish the trainer's weights as ``version`` and bring the engines to it."""
+    progress.stage("syncing weights")
+    began = time.monotonic()
+    snapshot = await trainer.publish(version)
+    published = time.monotonic() - began
+    metrics = await rollout.update_weights(snapshot)
+    log.info("version %d of the weights: published in %.3f s, in the engines %s", version, published, spoken(metrics))
+    return metrics | {"time/publish": published}
+
+
+def spoken(metrics: Mapping[str, float]) -> str:
+    """Metrics as a line of a log."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 
 def due(version: int, interval: int, total: int) -> bool:
@@ -144,6 +158,7 @@ async def evaluate(rollout: RolloutGroup, step: int, *, run: RunDir, progress: P
             f"[{success['low']:.1%}, {success['high']:.1%}] on {success['n_tasks']} tasks, "
             f"{summary['turns']:.1f} turns, {summary['errors']} errors",
         )
+        log.info("evaluated %s after step %d: success %.3f, %d errors", name, step, success["mean"], summary["errors"])
     run.log_evaluation(step, summaries)
 
 
@@ -177,6 +192,7 @@ def best_metrics(sets: Iterable[str]) -> list[str]:
 def report(version: int, metrics: dict[str, float], began: float, *, run: RunDir, progress: Progress) -> None:
     """Write one step's metrics and show its line. The sync in it brought the weights it sampled with."""
     metrics["time/step"] = time.monotonic() - began
+    log.info("step %d: %s", version, spoken(metrics))
     run.log_metrics(version, metrics)
     progress.step_done(
         version,

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 PULSE = "pulse"
 """Ray's concurrency group of pulses; see :func:`with_pulse`."""
+WEIGHTS = "weights"
+"""That in which rank 0 sends weights: one thread sends, another can end that."""
 PULSE_S = 5.0
 FIRST_PULSE_S = 900.0
 """Longest wait for an actor's process to be there."""
@@ -35,11 +37,15 @@ class ProcessLostError(AgentRLError):
     """A process that a run cannot do without died or stands still. The text names the first of them."""
 
 
-def with_pulse(actor: type) -> Any:
-    """The class, which has a method ``pulse(seconds) -> process id``, as a Ray actor with a thread for it."""
+def with_pulse(actor: type, **threads: int) -> Any:
+    """The class, which has a method ``pulse(seconds) -> process id``, as a Ray actor with a thread for it.
+
+    Args:
+        threads: more concurrency groups of Ray's, with the number of their threads.
+    """
     import ray
 
-    return ray.remote(concurrency_groups={PULSE: 1})(actor)
+    return ray.remote(concurrency_groups={PULSE: 1, **threads})(actor)
 
 
 class Watch:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from agentrl.errors import StorageError
 from agentrl.redaction import without_secrets
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
@@ -157,10 +158,12 @@ def write_log_to(path: str | Path | None, level: str, *, who: str = "", warnings
 
 def _handler(path: str | Path | None, who: str) -> logging.Handler:
     if path:
-        from agentrl.data.files import storage_errors  # the command line comes here before numpy may be imported
-
-        with storage_errors(path):
+        try:
             handler: logging.Handler = LogFile(path, encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            raise StorageError(
+                f"{path}: the log cannot be written: {error.strerror}; make room, or choose another folder"
+            ) from error
     else:
         handler = logging.StreamHandler(sys.stderr)
     name = f" [{who}]" if who else ""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.config.template import template_date, template_source, template_variables
 from agentrl.engines.engine import EngineSpec
+from agentrl.engines.world import World
 from agentrl.errors import ConfigError
 from agentrl.processes.warden import Warden
 from agentrl.rollout.conversation import EpisodeLimits
@@ -22,13 +23,6 @@ if TYPE_CHECKING:
     from agentrl.rollout.template.chat import ChatTemplate
 
 CONTEXT_MARGIN = 64
-
-
-def has_gpu() -> bool:
-    """Whether this machine has a GPU that a run may use. Asks the driver, so torch is not imported."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return False
-    return os.path.exists("/dev/nvidia0") or os.path.exists("/dev/dxg")
 
 
 @contextlib.contextmanager
@@ -148,13 +142,16 @@ def episode_limits(cfg: Any) -> EpisodeLimits:
     )
 
 
-def engine_spec(cfg: Any, model_dir: str) -> EngineSpec:
+def engine_spec(cfg: Any, model_dir: str, world: World, *, mem_fraction: float | None = None) -> EngineSpec:
     """What each engine of a run serves, and on what.
+
+    Args:
+        mem_fraction: share of a GPU's memory that it takes; None: SGLang's choice.
 
     Raises:
         ConfigError: ``--deterministic`` in a precision for which the CPU cannot offer it.
     """
-    gpu = has_gpu()
+    gpu = world.has_gpu
     if cfg.deterministic and not gpu and cfg.dtype == "bf16":
         raise ConfigError("--deterministic on the CPU computes in fp32: leave --dtype bf16 out.")
     dtype = {"bf16": "bfloat16", "fp32": "float32", "auto": None}[cfg.dtype]
@@ -162,9 +159,10 @@ def engine_spec(cfg: Any, model_dir: str) -> EngineSpec:
     extra = dict(cfg.sglang)
     return EngineSpec(
         model_path=model_dir,
-        device="cuda" if gpu else "cpu",
+        device=world.device,
         dtype=dtype,
-        tp=cfg.rollout_num_gpus_per_engine if gpu else 1,
+        tp=world.engine_ranks(cfg),
+        mem_fraction=mem_fraction,
         max_total_tokens=None if gpu else min(cpu_tokens, 131072),
         context_length=_context_length(cfg, model_dir),
         threads=1 if cfg.deterministic else cfg.threads or engine_threads(cfg),

@@ -24,11 +24,12 @@ from agentrl.config.schema import ServeOptions
 from agentrl.config.template import template_source, template_variables
 from agentrl.data.files import storage_errors
 from agentrl.engines.engine import EngineSpec, available_memory
+from agentrl.engines.world import World
 from agentrl.errors import AgentRLError, ConfigError, EngineError
 from agentrl.processes.server import API_KEY_ENV, new_api_key, port_is_free
 from agentrl.processes.signals import cancel_on_signals, printable, write_log_to
 from agentrl.processes.warden import Warden
-from agentrl.rollout.setup import engine_threads, has_gpu, scratch
+from agentrl.rollout.setup import engine_threads, scratch
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ async def _serve(options: ServeOptions, spec: EngineSpec, served: Served) -> Non
 
 def engine_spec(options: ServeOptions, model: str, name: str) -> EngineSpec:
     """What the engines serve: the checkpoint, with the parsers that its chat template asks for."""
-    gpu = has_gpu()
+    world = World.here()
     tool_parser, reasoning_parser = parsers(options, model)
     extra = {
         "served-model-name": name,
@@ -119,16 +120,16 @@ def engine_spec(options: ServeOptions, model: str, name: str) -> EngineSpec:
     }
     spec = EngineSpec(
         model_path=model,
-        device="cuda" if gpu else "cpu",
+        device=world.device,
         dtype={"bf16": "bfloat16", "fp32": "float32", "auto": None}[options.dtype],
-        tp=options.rollout_num_gpus_per_engine if gpu else 1,
+        tp=world.engine_ranks(options),
         max_total_tokens=_CPU_TOKENS,
         context_length=options.context_length,
         threads=options.threads or engine_threads(options),
         seed=options.seed,
         extra=extra,
     )
-    if gpu:
+    if world.has_gpu:
         return replace(spec, max_total_tokens=None)
     # KV cache on the CPU: what fits into a part of the memory that is free now
     share = _CPU_SHARE * available_memory() / options.rollout_num_engines

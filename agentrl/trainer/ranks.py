@@ -1,15 +1,18 @@
-"""The trainer's ranks as Ray actors. Each is one :class:`MegatronTrainer` and one end of weight sync.
+"""The trainer's ranks as Ray actors. Each is one :class:`MegatronTrainer`; rank 0 also sends weights.
 
-Every method of :class:`TrainActor` is collective: the driver calls it on all ranks at once and waits for all.
+Every method of :class:`TrainActor` but :meth:`~TrainActor.send` is collective: the driver calls it on all ranks at once
+and waits for all.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import shutil
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,16 +20,18 @@ import numpy as np
 from agentrl.algorithms import TrainBatch
 from agentrl.config.schema import TrainerOptions
 from agentrl.data.files import storage_errors
-from agentrl.errors import AgentRLError, WeightSyncError
+from agentrl.errors import AgentRLError
 from agentrl.processes.imports import uncollected
 from agentrl.processes.signals import write_log_to
 from agentrl.processes.warden import scratch_folder
 
 if TYPE_CHECKING:
     from agentrl.trainer.megatron.trainer import MegatronTrainer
-    from agentrl.weights.sender import WeightSender
+    from agentrl.weights.publisher import Publisher
+    from agentrl.weights.sender import BroadcastSender
+    from agentrl.weights.snapshot import Snapshot
 
-SENDER_METHODS = ("listen", "connect", "start", "broadcast", "checksums", "save", "drop", "abort")
+log = logging.getLogger(__name__)
 
 
 class TrainActor:
@@ -36,7 +41,7 @@ class TrainActor:
         rank, world_size: of this process.
         hf_checkpoint: directory of the model.
         options: what the trainer reads of the run's options.
-        sender: keyword arguments of :class:`~agentrl.weights.sender.WeightSender`, except those that
+        publishing: keyword arguments of :class:`~agentrl.weights.publisher.Publisher`, except those that
             follow from the model.
         nodes: machines the ranks are on; with one, everything stays on the loopback interface.
         log_file: where this process's log goes; None: standard error.
@@ -50,16 +55,17 @@ class TrainActor:
         hf_checkpoint: str,
         options: TrainerOptions,
         *,
-        sender: Mapping[str, Any] | None = None,
+        publishing: Mapping[str, Any] | None = None,
         nodes: int = 1,
         log_file: str | None = None,
         log_level: str = "info",
     ):
         self.rank, self.world_size, self._nodes = rank, world_size, nodes
         self._hf_checkpoint, self._options = hf_checkpoint, options
-        self._sender_options = dict(sender or {})
+        self._publishing = dict(publishing or {})
+        self._publisher: Publisher | None = None
         self._trainer: MegatronTrainer | None = None
-        self._sender: WeightSender | None = None
+        self._sender: BroadcastSender | None = None
         self._listener: socket.socket | None = None
         self._folder: str | None = None
         self._failure: Exception | None = None
@@ -83,14 +89,15 @@ class TrainActor:
             with uncollected():
                 from agentrl.trainer.megatron.trainer import MegatronTrainer
 
-            self._trainer = MegatronTrainer(
-                self.rank,
-                self.world_size,
-                init_method,
-                self._hf_checkpoint,
-                self._options,
-                listener=self._listener,
-            )
+            with timed("joined %d ranks and loaded %s", self.world_size, self._hf_checkpoint):
+                self._trainer = MegatronTrainer(
+                    self.rank,
+                    self.world_size,
+                    init_method,
+                    self._hf_checkpoint,
+                    self._options,
+                    listener=self._listener,
+                )
         except Exception as error:
             self._failure = error
             raise
@@ -113,49 +120,49 @@ class TrainActor:
     ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         """See :meth:`MegatronTrainer.update`. ``columns`` are those that the batch got since it was made; what is
         handed back of tokens is on rank 0 only."""
-        metrics, kept = self._trainer.update(batch.with_columns(**columns), num_steps=num_steps, keep=keep)
+        with timed("trained %d steps on %d tokens", num_steps, batch.num_tokens):
+            metrics, kept = self._trainer.update(batch.with_columns(**columns), num_steps=num_steps, keep=keep)
         return metrics, kept if self.rank == 0 else {}
 
     def save(self, path: str) -> None:
         """See :meth:`MegatronTrainer.save`. Raises StorageError when the disk is full."""
-        with storage_errors(path):
+        with storage_errors(path), timed("saved %s", path):
             self._trainer.save(path)
 
     def load(self, path: str) -> None:
         """See :meth:`MegatronTrainer.load`."""
-        self._trainer.load(path)
+        with timed("loaded %s", path):
+            self._trainer.load(path)
 
     def save_hf(self, path: str) -> None:
         """See :meth:`MegatronTrainer.save_hf`. Raises StorageError when the disk is full."""
         with storage_errors(path):
             self._trainer.save_hf(path)
 
-    def sender(self, method: str, *args: Any) -> Any:
-        """Call a method of this rank's :class:`WeightSender`; the result counts on rank 0 only.
+    def publish(self, version: int) -> Snapshot | None:
+        """Write the weights of now as ``version``, for engines to load; rank 0 says where. See :class:`Publisher`."""
+        if self._publisher is None:
+            from agentrl.weights.publisher import Publisher
+            from agentrl.weights.sender import BroadcastSender
 
-        Raises:
-            WeightSyncError: ``method`` is not one of :data:`SENDER_METHODS`.
-        """
-        if method not in SENDER_METHODS:
-            raise WeightSyncError(f"a weight sender has no {method!r}; it has {', '.join(SENDER_METHODS)}")
+            core = self._trainer.policy.core
+            self._publisher = Publisher(
+                core.export,
+                rank=self.rank,
+                tied_embeddings=bool(getattr(core.bridge.hf_config, "tie_word_embeddings", False)),
+                **self._publishing,
+            )
+            if self.rank == 0:
+                backend = "nccl" if core.device.type == "cuda" else "gloo"
+                self._sender = BroadcastSender(self._publisher, backend=backend)
+        with timed("published version %d", version):
+            return self._publisher.publish(version)
+
+    def send(self, method: str, *args: Any) -> Any:
+        """Rank 0, beside whatever else it does: call a method of its :class:`BroadcastSender`."""
         if self._sender is None:
-            self._sender = self._make_sender()
-        result = getattr(self._sender, method)(*args)
-        return result if self.rank == 0 else None
-
-    def _make_sender(self) -> WeightSender:
-        from agentrl.weights.sender import WeightSender
-
-        core = self._trainer.policy.core
-        config = core.bridge.hf_config
-        return WeightSender(
-            core.export,
-            rank=self.rank,
-            backend="nccl" if core.device.type == "cuda" else "gloo",
-            tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-            num_kv_heads=getattr(config, "num_key_value_heads", None),
-            **self._sender_options,
-        )
+            raise AgentRLError(f"rank {self.rank} was asked for {method!r} before it published any weights")
+        return getattr(self._sender, method)(*args)
 
     def pulse(self, seconds: float) -> int:
         """The process id, after ``seconds``; see :mod:`agentrl.orchestrator.watch`."""
@@ -166,10 +173,20 @@ class TrainActor:
         """Leave the process groups."""
         if self._sender is not None:
             self._sender.abort()
+        if self._publisher is not None:
+            self._publisher.remove()
         if self._trainer is not None:
             self._trainer.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def timed(what: str, *args: Any) -> Iterator[None]:
+    """Say in the log that this was done, and how long it took."""
+    began = time.monotonic()
+    yield
+    log.info(f"{what} in %.2f s", *args, time.monotonic() - began)
 
 
 def _node_address() -> str:

@@ -25,12 +25,14 @@ class FakeEngine:
         self.version = version
         self.groups: set[str] = set()
         self.buckets: list[tuple[str, ...]] = []
-        self.weights: dict[str, str] = {}
+        self.weights = dict.fromkeys("abc", "the checkpoint's")
         self.calls: list[str] = []
         self.generated: list[str] = []
         self.faults: dict[str, str] = {}
         self.fault_times: dict[str, int] = defaultdict(lambda: 1)
         self.generate_seconds = 0.0
+        self.suffix = ""
+        """Of what weights become: the trainer's next ones."""
         self.url = ""
         self.key: str | None = None
         self._runner: web.AppRunner | None = None
@@ -55,16 +57,26 @@ class FakeEngine:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         path = request.path
-        self.calls.append(path)
         open_to_all = path in ("/health", "/health_generate")
         if not open_to_all and request.headers.get("Authorization") != f"Bearer {self.key or KEY}":
             return web.json_response({"error": "Unauthorized"}, status=401)
+        body = await request.json() if request.can_read_body else {}
+        if path != "/in_turn":
+            return await self._one(path, body, request)
+        for each, asked in body:
+            answer = await self._one(each, asked, request)
+            if answer.status != 200:
+                answer.headers["x-refused"] = each
+                return answer
+        return answer
+
+    async def _one(self, path: str, body: dict[str, Any], request: web.Request) -> web.StreamResponse:
+        self.calls.append(path)
         fault = self.faults.get(path) if self.fault_times[path] > 0 else None
         if fault is not None:
             self.fault_times[path] -= 1
         if fault in ("hang", "drop", "error", "refuse"):
             return await self._fail(fault, request)
-        body = await request.json() if request.can_read_body else {}
         answer = await self._act(path, body)
         if fault is not None:
             return await self._fail(fault, request)
@@ -84,7 +96,7 @@ class FakeEngine:
             return await self._generate(body)
         ok, message = getattr(self, "_" + path.strip("/"), lambda _: (True, ""))(body)
         answer: dict[str, Any] = {"success": ok, "message": message, "weight_version": self.version}
-        if path == "/weights_checker":
+        if path == "/weights_checker" and body["action"] == "checksum":
             answer["ranks"] = [{"checksums": self.weights}]
         return web.json_response(answer, status=200 if ok else 400)
 
@@ -132,10 +144,15 @@ class FakeEngine:
         if body["group_name"] not in self.groups:
             return False, f"Group {body['group_name']} not in {self.groups}"
         self.buckets.append(tuple(body["names"]))
-        return self._loaded(body, dict.fromkeys(body["names"], "sent"))
+        return self._loaded(body, dict.fromkeys(body["names"], "sent" + self.suffix))
 
     def _update_weights_from_disk(self, body: dict[str, Any]) -> tuple[bool, str]:
-        return self._loaded(body, {"a": "sent", "b": "sent", "c": "sent"})
+        return self._loaded(body, dict.fromkeys("abc", "sent" + self.suffix))
+
+    def _weights_checker(self, body: dict[str, Any]) -> tuple[bool, str]:
+        if body["action"] == "reset_tensors":
+            self.weights = {name: f"random {id(self)} {len(self.calls)} {name}" for name in self.weights}
+        return True, ""
 
     def _loaded(self, body: dict[str, Any], weights: dict[str, str]) -> tuple[bool, str]:
         self.weights |= weights

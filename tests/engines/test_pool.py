@@ -18,11 +18,10 @@ from agentrl.engines import pool as pool_module
 from agentrl.engines.actor import PENDING, SERVING
 from agentrl.engines.engine import EngineSpec
 from agentrl.engines.pool import EnginePool
-from agentrl.engines.router import ROUTING_KEY_HEADER
 from agentrl.errors import EngineError, WeightSyncError
-from agentrl.weights.sync import WeightSync
+from agentrl.rollout.policies.sglang import ROUTING_HEADER
 from tests.engines.fake_engine import FakeEngine
-from tests.weights.test_sync import FakeSender
+from tests.weights.test_sync import FakeSender, snapshot, syncing
 
 
 class FakeLocalEngine:
@@ -71,7 +70,7 @@ async def pooled(
     options = {"health_interval": 0, "start_timeout": 90} | options
     pool = EnginePool(EngineSpec("m"), n, log_dir=tmp_path, **options)
     sender = FakeSender()
-    pool.attach(WeightSync(sender))
+    pool.attach(syncing(sender, deadlines=None))
     try:
         yield pool, sender
     finally:
@@ -89,8 +88,14 @@ async def until(condition: Any, timeout: float = 60.0) -> None:
 
 
 async def update(pool: EnginePool, sender: FakeSender, version: int) -> Any:
-    sender.engines = [engine.server for engine in engines()]
-    return await pool.update_weights(version)
+    sender.engines = WatchedEngines()
+    return await bring(pool, version)
+
+
+async def bring(pool: EnginePool, version: int) -> Any:
+    """What the trainer published as this version, to all engines."""
+    pool._updater.snapshot = snapshot(version)
+    return await pool.update_weights()
 
 
 async def generate(pool: EnginePool, deadline: float = 60.0) -> dict[str, Any]:
@@ -98,7 +103,7 @@ async def generate(pool: EnginePool, deadline: float = 60.0) -> dict[str, Any]:
     key = uuid.uuid4().hex
     async with asyncio.timeout(deadline), aiohttp.ClientSession() as session:
         for attempt in range(10_000):
-            headers = {"Authorization": f"Bearer {pool.router_key}", ROUTING_KEY_HEADER: f"{key}~{attempt}"}
+            headers = {"Authorization": f"Bearer {pool.router_key}", ROUTING_HEADER: f"{key}~{attempt}"}
             async with session.post(pool.router_url + "/generate", json={"input_ids": [1]}, headers=headers) as answer:
                 if answer.status == 200:
                     return await answer.json()
@@ -167,13 +172,29 @@ class WatchedEngines:
         return iter([engine.server for engine in engines()])
 
 
-async def test_while_held_a_replacement_waits_for_the_next_update(
+async def test_a_replacement_takes_the_published_weights_while_the_trainer_is_busy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Between two syncs the trainer answers nobody: whoever asked it would wait for ever."""
+    async with pooled(monkeypatch, tmp_path) as (pool, sender):
+        await pool.start()
+        await update(pool, sender, 1)
+        sender.fail_at = "connect"
+        broadcasts = sender.calls.count("broadcast")
+        await engines()[0].die()
+        await until(lambda: pool.states() == [SERVING, SERVING] and len(engines()) == 3)
+        assert (engines()[2].server.version, sender.calls.count("broadcast")) == ("1", broadcasts)
+        assert "/update_weights_from_disk" in engines()[2].server.calls
+        assert len(worker_urls(pool)) == 2
+
+
+async def test_a_replacement_that_cannot_have_them_waits_for_the_next_version(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async with pooled(monkeypatch, tmp_path) as (pool, sender):
         await pool.start()
         await update(pool, sender, 1)
-        await pool.hold()
+        pool._updater.restore_from = None
         await engines()[0].die()
         await until(lambda: pool.states() == [PENDING, SERVING])
         await asyncio.sleep(0.2)
@@ -201,13 +222,13 @@ async def test_an_engine_that_fails_a_sync_leaves_traffic_before_it_runs_again(
             return go_on(body)
 
         pool_urls: set[str] = {engine.server.url for engine in engines()}
-        retire = pool._sync.retire
+        retire = pool._updater.retire
 
         async def watched_retire(control: Any) -> None:
             await retire(control)
             pool_urls.discard(control.url)
 
-        pool._sync.retire = watched_retire
+        pool._updater.retire = watched_retire
         faulty.server._continue_generation = continue_
         report = await update(pool, sender, 3)
         assert list(report.failed) == [faulty.server.url]
@@ -225,7 +246,7 @@ async def test_an_update_waits_for_a_replacement_when_no_engine_is_left(
         await pool.start()
         sender.engines = WatchedEngines()
         engines()[0].server.faults["/begin_weight_update"] = "drop"
-        report = await pool.update_weights(1)
+        report = await bring(pool, 1)
         assert report.synced == [engines()[1].server.url]
         assert pool.states() == [SERVING]
 
@@ -233,7 +254,7 @@ async def test_an_update_waits_for_a_replacement_when_no_engine_is_left(
 async def test_the_trainers_own_failure_replaces_no_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async with pooled(monkeypatch, tmp_path, n=1) as (pool, sender):
         await pool.start()
-        sender.fail_at = "start"
+        sender.fail_at = "listen"
         with pytest.raises(WeightSyncError, match="on purpose"):
             await update(pool, sender, 1)
         assert pool.states() == [SERVING]

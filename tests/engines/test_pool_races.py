@@ -1,4 +1,4 @@
-"""The pool when things happen at the same time: a death during a sync, a rollout that ends during one."""
+"""The pool when things happen at the same time: a death while weights arrive, or while it is admitted."""
 
 from __future__ import annotations
 
@@ -9,40 +9,24 @@ from typing import Any
 import pytest
 
 from agentrl.engines.actor import SERVING
+from agentrl.engines.control import EngineControl
 from agentrl.engines.engine import EngineSpec
 from agentrl.engines.pool import EnginePool
-from tests.engines.test_pool import WatchedEngines, engines, pooled, until, update, worker_urls
-from tests.weights.test_sync import FakeSender
+from tests.engines.test_pool import engines, pooled, until, update, worker_urls
 
 
-def blocked(sender: FakeSender) -> tuple[asyncio.Event, asyncio.Event]:
-    """Have the sender wait before its first bucket; the events say that it does, and let it go on."""
+def blocked(pool: EnginePool) -> tuple[asyncio.Event, asyncio.Event]:
+    """Have weights wait before they reach a replacement; the events say that they do, and let them go on."""
     waiting, go_on = asyncio.Event(), asyncio.Event()
-    start = sender.start
+    restore = pool._updater.restore
 
-    async def wait_first() -> Any:
+    async def wait_first(engine: EngineControl) -> Any:
         waiting.set()
         await go_on.wait()
-        return await start()
+        return await restore(engine)
 
-    sender.start = wait_first  # type: ignore[method-assign]
+    pool._updater.restore = wait_first
     return waiting, go_on
-
-
-async def test_hold_waits_until_a_replacement_has_its_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    async with pooled(monkeypatch, tmp_path) as (pool, sender):
-        await pool.start()
-        await update(pool, sender, 1)
-        sender.engines = WatchedEngines()
-        waiting, go_on = blocked(sender)
-        await engines()[0].die()
-        await asyncio.wait_for(waiting.wait(), 60)
-        held = asyncio.ensure_future(pool.hold())
-        await asyncio.sleep(0.2)
-        assert not held.done(), "the trainer's ranks would train while they still walk over the weights"
-        go_on.set()
-        await asyncio.wait_for(held, 60)
-        await until(lambda: pool.states() == [SERVING, SERVING])
 
 
 async def test_a_replacement_that_dies_while_it_gets_its_weights_is_replaced_once(
@@ -51,8 +35,7 @@ async def test_a_replacement_that_dies_while_it_gets_its_weights_is_replaced_onc
     async with pooled(monkeypatch, tmp_path) as (pool, sender):
         await pool.start()
         await update(pool, sender, 1)
-        sender.engines = WatchedEngines()
-        waiting, go_on = blocked(sender)
+        waiting, go_on = blocked(pool)
         await engines()[0].die()
         await asyncio.wait_for(waiting.wait(), 60)
         await engines()[2].die()

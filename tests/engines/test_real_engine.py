@@ -19,12 +19,15 @@ from agentrl.engines.actor import PENDING, SERVING
 from agentrl.engines.control import EngineControl
 from agentrl.engines.engine import EngineProcess, EngineSpec
 from agentrl.engines.pool import EnginePool
-from agentrl.engines.router import ROUTING_KEY_HEADER
 from agentrl.errors import EngineError
 from agentrl.processes.tree import is_running
-from agentrl.weights.protocol import Deadlines, LocalSender, SyncFailed
-from agentrl.weights.sender import WeightSender
+from agentrl.rollout.policies.sglang import ROUTING_HEADER
+from agentrl.weights.publisher import Publisher
+from agentrl.weights.sender import BroadcastSender, LocalSender
 from agentrl.weights.sync import WeightSync
+from agentrl.weights.transports.base import Deadlines, SyncFailed
+from agentrl.weights.transports.broadcast import Broadcast
+from agentrl.weights.transports.disk import Disk
 from tests.engines.test_router import listening_addresses
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -52,8 +55,30 @@ def weights(tiny_model: Path) -> dict[str, torch.Tensor]:
     return load_file(tiny_model / "model.safetensors")
 
 
-def sender_of(weights: dict[str, torch.Tensor], **options: Any) -> LocalSender:
-    return LocalSender(WeightSender(lambda: iter(weights.items()), tied_embeddings=True, **options))
+class Trainer:
+    """The trainer's end: publishes ``weights`` as they are, and the sync that brings them to engines."""
+
+    def __init__(
+        self, weights: dict[str, torch.Tensor], folder: Path, *, transport: str = "broadcast", **options: Any
+    ) -> None:
+        bucket_bytes = options.pop("bucket_bytes", 1 << 20)
+        self.weights = weights
+        self.publisher = Publisher(
+            lambda: iter(weights.items()), folder, bucket_bytes=bucket_bytes, tied_embeddings=True
+        )
+        broadcast = Broadcast(LocalSender(BroadcastSender(self.publisher)))
+        self.sync = WeightSync(Disk() if transport == "disk" else broadcast, restore=Disk(), **options)
+
+    def publish(self, version: int) -> None:
+        self.sync.snapshot = self.publisher.publish(version)
+
+    async def bring(self, engine: EngineControl, version: int) -> Any:
+        self.publish(version)
+        return await self.sync.update([engine])
+
+    async def close(self) -> None:
+        await self.sync.close()
+        self.publisher.remove()
 
 
 def change(weights: dict[str, torch.Tensor]) -> None:
@@ -125,106 +150,120 @@ def cpu_seconds(engine: EngineProcess) -> float:
      ("disk", "retract", 30_000)],
 )  # fmt: skip
 async def test_a_sync_brings_weights_version_and_equal_checksums(
-    engine: EngineProcess, weights: dict[str, torch.Tensor], transport: str, mode: str, bucket_bytes: int
+    engine: EngineProcess,
+    weights: dict[str, torch.Tensor],
+    transport: str,
+    mode: str,
+    bucket_bytes: int,
+    tmp_path: Path,
 ) -> None:
     before = logprobs(await generate(engine.url, engine.api_key))
     change(weights)
     control = EngineControl(engine.url, engine.api_key)
-    sync = WeightSync(sender_of(weights, bucket_bytes=bucket_bytes), transport=transport, pause_mode=mode)
+    trainer = Trainer(weights, tmp_path, transport=transport, pause_mode=mode, bucket_bytes=bucket_bytes)
     try:
         for version in (41, 42):
-            report = await sync.sync([control], version)
+            report = await trainer.bring(control, version)
             assert report.synced == [engine.url]
             # Embedding, final norm, and per layer: qkv, o, gate_up, down, four norms.
-            assert (report.verified, report.unverified) == (2 + 2 * 8, ())
+            assert report.verified == 2 + 2 * 8
             answer = await generate(engine.url, engine.api_key)
             assert answer["meta_info"]["weight_version"] == str(version)
         assert logprobs(answer) != before
         assert await control.version() == "42"
     finally:
-        await sync.close()
+        await trainer.close()
         await control.close()
 
 
-async def test_checksums_find_a_single_changed_value(engine: EngineProcess, weights: dict[str, torch.Tensor]) -> None:
+async def test_what_the_trainer_does_not_send_and_a_single_changed_value_are_found(
+    engine: EngineProcess, weights: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """Without a word about how this family fuses its parameters."""
     control = EngineControl(engine.url, engine.api_key)
-    sender = sender_of(weights)
-    sync = WeightSync(sender)
+    forgotten = weights.pop("model.layers.1.post_attention_layernorm.weight")
+    partial = Trainer(weights, tmp_path / "partial")
+    weights = {**weights, "model.layers.1.post_attention_layernorm.weight": forgotten}
+    trainer = Trainer(weights, tmp_path / "whole")
     try:
-        await sync.sync([control], 1)
-        expected = (await sender.checksums())[0]
-        assert (await control.checksums())[0] == expected
-        weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-3
-        report = await sync.sync([control], 2)
+        with pytest.raises(SyncFailed, match=r"1 of 18 parameters that the trainer never sends \(.*layers.1.post_att"):
+            await partial.bring(control, 1)
+        await trainer.bring(control, 1)
         held = (await control.checksums())[0]
-        assert [name for name in held if held[name] != expected[name]] == ["model.layers.1.mlp.gate_up_proj.weight"]
-        assert report.verified == len(held)
+        weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-3
+        await trainer.bring(control, 2)
+        now = (await control.checksums())[0]
+        assert [name for name in held if held[name] != now[name]] == ["model.layers.1.mlp.gate_up_proj.weight"]
+        assert (await trainer.sync.restore(control)).verified == len(held), "files give what the broadcast gave"
     finally:
-        await sync.close()
+        await partial.close()
+        await trainer.close()
         await control.close()
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_requests_in_flight_go_on_with_the_new_weights(
-    engine: EngineProcess, weights: dict[str, torch.Tensor], mode: str
+    engine: EngineProcess, weights: dict[str, torch.Tensor], mode: str, tmp_path: Path
 ) -> None:
     control = EngineControl(engine.url, engine.api_key)
-    sync = WeightSync(sender_of(weights), pause_mode=mode)
+    trainer = Trainer(weights, tmp_path, pause_mode=mode)
     try:
-        await sync.sync([control], 1)
+        await trainer.bring(control, 1)
         running = [asyncio.create_task(generate(engine.url, engine.api_key, n=600)) for _ in range(2)]
         await asyncio.sleep(0.7)
         assert not any(task.done() for task in running)
         change(weights)
-        await sync.sync([control], 2)
+        await trainer.bring(control, 2)
         for answer in await asyncio.gather(*running):
             assert len(answer["output_ids"]) == len(logprobs(answer)) == 600
             spans = answer["meta_info"]["weight_versions"]
             assert [span["version"] for span in spans] == ["1", "2"]
             assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 600)
     finally:
-        await sync.close()
+        await trainer.close()
         await control.close()
 
 
-async def test_an_aborted_request_returns_what_it_has(engine: EngineProcess, weights: dict[str, torch.Tensor]) -> None:
+async def test_an_aborted_request_returns_what_it_has(
+    engine: EngineProcess, weights: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     control = EngineControl(engine.url, engine.api_key)
-    sync = WeightSync(sender_of(weights), pause_mode="abort")
+    trainer = Trainer(weights, tmp_path, pause_mode="abort", verify=False)
     try:
         running = asyncio.create_task(generate(engine.url, engine.api_key, n=3000))
         await asyncio.sleep(0.7)
-        await sync.sync([control], 3)
+        await trainer.bring(control, 3)
         answer = await running
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
         assert 0 < len(answer["output_ids"]) < 3000
     finally:
-        await sync.close()
+        await trainer.close()
         await control.close()
 
 
 async def test_a_sender_that_dies_in_a_sync_leaves_the_engine_running(
-    engine: EngineProcess, weights: dict[str, torch.Tensor]
+    engine: EngineProcess, weights: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The export fails after the first bucket: no session stays open, and the next sync is whole."""
-
-    def breaks() -> Any:
-        for count, item in enumerate(weights.items()):
-            if count == 5:
-                raise RuntimeError("the export broke")
-            yield item
-
+    """After the first bucket: no session stays open, and the next sync is whole."""
     control = EngineControl(engine.url, engine.api_key)
-    broken = WeightSync(LocalSender(WeightSender(breaks, bucket_bytes=1, tied_embeddings=True)))
-    whole = WeightSync(sender_of(weights))
+    trainer = Trainer(weights, tmp_path, bucket_bytes=1, verify=False)
+    flat = trainer.publisher.flat
+
+    def breaks(index: int) -> torch.Tensor:
+        if index == 5:
+            raise RuntimeError("the sender broke")
+        return flat(index)
+
     try:
-        with pytest.raises(SyncFailed, match="the export broke") as caught:
-            await broken.sync([control], 8)
+        monkeypatch.setattr(trainer.publisher, "flat", breaks)
+        with pytest.raises(SyncFailed, match="the sender broke") as caught:
+            await trainer.bring(control, 8)
         assert list(caught.value.report.failed) == [engine.url]
         assert len((await generate(engine.url, engine.api_key))["output_ids"]) == 8
-        assert (await whole.sync([control], 9)).synced == [engine.url]
+        monkeypatch.undo()
+        assert (await trainer.bring(control, 9)).synced == [engine.url]
     finally:
-        await broken.close()
-        await whole.close()
+        await trainer.close()
         await control.close()
 
 
@@ -234,17 +273,18 @@ async def test_pool_of_real_engines(
     """Two engines through the router; one is killed while requests run, one hangs in a sync."""
     monkeypatch.setenv("AGENTRL_TMPDIR", str(tmp_path / "scratch"))
     pool = EnginePool(spec, 2, log_dir=tmp_path, health_interval=0)
-    pool.attach(
-        WeightSync(sender_of(weights, timeout=8.0), deadlines=Deadlines(begin=6.0, bucket=8.0, resume=2.0, end=8.0))
-    )
+    limits = Deadlines(pause=4.0, bucket=8.0, resume=2.0)
+    trainer = Trainer(weights, tmp_path / "published", deadlines=limits)
+    pool.attach(trainer.sync)
     trees = []
     try:
         await pool.start()
         change(weights)
-        report = await pool.update_weights(1)
+        trainer.publish(1)
+        report = await pool.update_weights()
         assert len(report.synced) == 2
         await kill_while_requests_run(pool, trees)
-        await stop_one_in_a_sync(pool, weights)
+        await stop_one_in_a_sync(pool, trainer)
         trees += [proc for place in pool._places for proc in place.engine._actor._engine.tree()]
     finally:
         await pool.stop()
@@ -263,7 +303,7 @@ async def routed(pool: EnginePool, n: int) -> dict[str, Any]:
     }
     async with asyncio.timeout(120), aiohttp.ClientSession() as session:
         for attempt in range(1000):
-            headers = {"Authorization": f"Bearer {pool.router_key}", ROUTING_KEY_HEADER: f"{key}~{attempt}"}
+            headers = {"Authorization": f"Bearer {pool.router_key}", ROUTING_HEADER: f"{key}~{attempt}"}
             async with session.post(pool.router_url + "/generate", json=body, headers=headers) as answer:
                 if answer.status == 200:
                     return await answer.json()
@@ -293,14 +333,15 @@ async def kill_while_requests_run(pool: EnginePool, trees: list[Any]) -> None:
     assert first == second
 
 
-async def stop_one_in_a_sync(pool: EnginePool, weights: dict[str, torch.Tensor]) -> None:
+async def stop_one_in_a_sync(pool: EnginePool, trainer: Trainer) -> None:
     """SIGSTOP of a scheduler: the other engine gets the version, the stopped one is replaced."""
     place = pool._places[1]
     scheduler = place.engine._actor._engine.tree()[1].pid
     stopped = place.control.url
-    change(weights)
+    change(trainer.weights)
+    trainer.publish(2)
     os.kill(scheduler, signal.SIGSTOP)
-    report = await pool.update_weights(2)
+    report = await pool.update_weights()
     assert list(report.failed) == [stopped]
     assert len(report.synced) == 1
     async with asyncio.timeout(120):

@@ -14,8 +14,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from agentrl.engines.router import POLICIES, ROUTING_KEY_HEADER, RouterProcess
+from agentrl.engines.router import POLICIES, RouterProcess
 from agentrl.errors import EngineError
+from agentrl.rollout.policies.sglang import ROUTING_HEADER
 from tests.engines.fake_engine import KEY, FakeEngine
 
 BODY = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}}
@@ -37,7 +38,7 @@ async def routed(tmp_path: Path, n: int = 2, **options: Any) -> AsyncIterator[tu
 
 
 async def post(session: aiohttp.ClientSession, router: RouterProcess, key: str, **body: Any) -> int:
-    headers = {"Authorization": f"Bearer {router.api_key}", ROUTING_KEY_HEADER: key}
+    headers = {"Authorization": f"Bearer {router.api_key}", ROUTING_HEADER: key}
     async with session.post(router.url + "/generate", json=BODY | body, headers=headers) as answer:
         await answer.read()
         return answer.status

@@ -20,6 +20,7 @@ from agentrl.data.account import DataBuffer
 from agentrl.data.deaths import FailedTasks
 from agentrl.data.files import atomic_file, atomic_folder
 from agentrl.data.store import TrajectoryStore
+from agentrl.engines.world import World
 from agentrl.evaluation.metrics import summarize
 from agentrl.orchestrator import launch as driver
 from agentrl.orchestrator.handles import Generated
@@ -45,6 +46,9 @@ class Trainer:
     async def ready(self) -> None: ...
 
     num_steps = 1
+
+    async def publish(self, version: int) -> int:
+        return version
 
     async def fetch(self, batch: list[str]) -> TrainBatch:
         return TrainBatch.from_groups([], ())
@@ -85,9 +89,7 @@ class Rollout:
 
     async def close(self, seconds: float) -> None: ...
 
-    async def hold(self) -> None: ...
-
-    async def update_weights(self, trainer: Any, version: int) -> dict[str, float]:
+    async def update_weights(self, snapshot: Any) -> dict[str, float]:
         return {}
 
     async def generate(self, step: int, *, progress: Any) -> Generated:
@@ -125,12 +127,12 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rollout]:
     """``train(*flags)`` is ``agentrl train`` with these; returns the rollouts' end."""
     made: list[Rollout] = []
 
-    def start_actors(cfg: Any, cluster: Any, run: Any) -> tuple[Trainer, Rollout]:
+    def start_actors(cfg: Any, cluster: Any, run: Any, weights_dir: str) -> tuple[Trainer, Rollout]:
         made.append(Rollout(run.path))
         return Trainer(), made[-1]
 
-    nothing = SimpleNamespace(processes=lambda *pids: {}, actor=lambda *who: None)
-    for name in ("Warden", "scratch", "Cluster", "Watch", "stderr_to"):
+    nothing = SimpleNamespace(processes=lambda *pids: {}, actor=lambda *who: None, world=World())
+    for name in ("Warden", "scratch", "weights_folder", "Cluster", "Watch", "stderr_to"):
         monkeypatch.setattr(driver, name, lambda *args, **kwargs: contextlib.nullcontext(nothing))
     monkeypatch.setattr(driver, "installed", dict)
     monkeypatch.setattr(driver, "start_actors", start_actors)

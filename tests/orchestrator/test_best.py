@@ -13,6 +13,7 @@ from rich.console import Console
 from agentrl.config import Config, load_config
 from agentrl.data.checkpoint import Best, CheckpointStore
 from agentrl.data.run_folder import RunDir
+from agentrl.engines.world import World
 from agentrl.errors import CheckpointError, ConfigError, EnvError
 from agentrl.evaluation.metrics import summarize
 from agentrl.orchestrator.handles import Generated
@@ -42,7 +43,7 @@ class Rollout:
         self.solved = solved
         self.evaluated: list[int] = []
 
-    async def update_weights(self, trainer: Any, version: int) -> dict[str, float]:
+    async def update_weights(self, snapshot: Any) -> dict[str, float]:
         return {}
 
     async def generate(self, step: int, *, progress: Any) -> Any:
@@ -68,7 +69,7 @@ async def train(cfg: Config, rollout: Rollout, run: RunDir, start: int = 0) -> C
     checkpoints = CheckpointStore(run.checkpoints, keep_last=cfg.keep_last)
     await training_loop(
         cfg, start=start, trainer=Trainer(), rollout=rollout, checkpoints=checkpoints, run=run,
-        progress=Progress("x", cfg.num_rollout, console=Console(file=io.StringIO())),
+        progress=Progress("x", cfg.num_rollout, console=Console(file=io.StringIO())), world=World(),
     )  # fmt: skip
     return checkpoints
 

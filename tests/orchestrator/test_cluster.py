@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from agentrl.config import load_config
+from agentrl.engines.world import World
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.orchestrator.cluster import Bundle, Cluster, placement
-from agentrl.orchestrator.launch import bundles, train
+from agentrl.orchestrator.cluster import Bundle, Cluster, bundles_of, placement
+from agentrl.orchestrator.launch import train
 from agentrl.processes.signals import Terminated, raise_on_signals
 
 
@@ -29,9 +30,46 @@ def test_machines_of_ranks_are_apart_and_the_rest_is_wherever_there_is_room():
     cfg = load_config(
         ["--env", "search", "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "2", "--rollout-num-engines", "3"]
     )
-    groups, places = placement(bundles(cfg))
+    groups, places = placement(bundles_of(cfg, World()))
     assert groups == [[{"CPU": 2.0}, {"CPU": 2.0}], [{"CPU": 1.0}] * 4]
     assert places == [(0, 0), (0, 0), (0, 1), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]
+
+
+def wanted(*flags: str):
+    return load_config(["--env", "search", *flags])
+
+
+def test_one_gpu_is_shared_by_the_rank_and_the_engine():
+    world = World(gpus=1)
+    assert world.is_shared(wanted())
+    assert [(b.num_cpus, b.num_gpus) for b in bundles_of(wanted(), world)] == [(1, 0.5), (1, 0.5), (1, 0)]
+    two = World(gpus=2)
+    assert not two.is_shared(wanted())
+    assert [b.num_gpus for b in bundles_of(wanted(), two)] == [1, 1, 0]
+    assert [b.num_gpus for b in bundles_of(wanted(), World())] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("flags", [("--actor-num-gpus-per-node", "2"), ("--rollout-num-engines", "2")])
+def test_gpus_that_are_not_there_are_named(flags):
+    with pytest.raises(ConfigError, match="asks for 3 GPUs .* there are 1. .* a single GPU is shared by one rank"):
+        bundles_of(wanted(*flags), World(gpus=1))
+
+
+def test_the_world_is_that_of_ray_or_of_this_machine(monkeypatch):
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 8.0}, "NodeManagerAddress": "10.0.0.1"},
+        {"Alive": True, "Resources": {"CPU": 8.0, "GPU": 4.0}, "NodeManagerAddress": "10.0.0.2"},
+        {"Alive": False, "Resources": {"GPU": 4.0}, "NodeManagerAddress": "10.0.0.3"},
+    ]
+    world = World.of(nodes)  # the driver's own machine has none
+    assert (world.gpus, world.addresses, world.device, world.backend) == (4, ("10.0.0.1", "10.0.0.2"), "cuda", "nccl")
+    monkeypatch.setattr("os.listdir", lambda path: ["nvidia3", "nvidiactl", "null"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert World.here().gpus == 1, "whatever its number is"
+    for visible, gpus in (("", 0), ("-1", 0), ("0,2", 2)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert World.here().gpus == gpus
+    assert (World().device, World().backend) == ("cpu", "gloo")
 
 
 def test_two_machines_are_refused_where_there_is_one(tmp_path, monkeypatch):
@@ -45,13 +83,14 @@ def test_two_machines_are_refused_where_there_is_one(tmp_path, monkeypatch):
 def test_a_cluster_of_too_few_machines_is_refused(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     ray = SimpleNamespace(nodes=lambda: [{"Alive": True}, {"Alive": False}])
-    cluster = Cluster([Bundle("rank-0", node=0), Bundle("rank-1", node=1)], namespace="x", temp_dir="/nowhere")
+    cluster = Cluster(lambda world: [], namespace="x", temp_dir="/nowhere")
+    cluster.bundles = [Bundle("rank-0", node=0), Bundle("rank-1", node=1)]
     with pytest.raises(AgentRLError, match="asks for 2 machines; the Ray cluster at head:6379 has 1"):
         cluster._reserve(ray)
 
 
 def test_a_signal_in_the_middle_of_rays_import_comes_through(monkeypatch):
-    cluster = Cluster([Bundle("rank-0")], namespace="x", temp_dir="/nowhere")
+    cluster = Cluster(lambda world: [Bundle("rank-0")], namespace="x", temp_dir="/nowhere")
     monkeypatch.setitem(sys.modules, "ray", None)  # importing it again would fail
     monkeypatch.setattr(cluster, "start", lambda: signal.raise_signal(signal.SIGTERM))
     with raise_on_signals(), pytest.raises(Terminated), cluster:
@@ -73,7 +112,9 @@ class Rank:
         return ray.get_runtime_context().get_node_id()
 
 ranks = [Bundle(f"rank-{i}", node=i // 2) for i in range(4)]
-with Cluster([*ranks, Bundle("manager")], namespace="x", temp_dir=sys.argv[1]) as cluster:
+plan = lambda world: [*ranks, Bundle("manager")]
+with Cluster(plan, namespace="x", temp_dir=sys.argv[1]) as cluster:
+    assert len(cluster.world.addresses) == 2 and not cluster.world.has_gpu
     actors = [ray.remote(Rank).options(**cluster.options(i)).remote() for i in range(5)]
     print(json.dumps(ray.get([actor.node.remote() for actor in actors], timeout=120)))
 nodes.shutdown()
@@ -93,4 +134,4 @@ def test_ranks_land_on_two_machines(tmp_path):
 
 
 def test_a_run_asks_for_ranks_engines_and_a_manager():
-    assert len(bundles(load_config(["--env", "search"]))) == 3
+    assert len(bundles_of(wanted(), World())) == 3

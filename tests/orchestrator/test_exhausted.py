@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from agentrl.config import load_config
+from agentrl.engines.world import World
 from agentrl.orchestrator import loop
 from agentrl.orchestrator.handles import Generated
 from agentrl.progress import Progress
@@ -22,7 +23,7 @@ METRICS = {"rollout/reward": 0.0, "rollout/tokens_per_s": 0.0, "rollout/success"
     ("batches", "start", "happened"),
     [
         # Saved every 2 and evaluated every 2: after 3 both are missing, after 2 neither is.
-        (3, 0, ["evaluate 0", "save 2", "evaluate 2", "evaluate 3", "hold", "save 3"]),
+        (3, 0, ["evaluate 0", "save 2", "evaluate 2", "evaluate 3", "save 3"]),
         (2, 0, ["evaluate 0", "save 2", "evaluate 2"]),
         (0, 0, ["evaluate 0"]),
         (0, 2, ["evaluate 2"]),  # --load of a run that had come to the end
@@ -45,9 +46,6 @@ async def test_the_run_ends_with_an_evaluation_and_a_checkpoint(
         log.append(f"save {version}")
         saved.append(version)
 
-    async def hold() -> None:
-        log.append("hold")
-
     async def evaluate(rollout: Any, step: int, **kwargs: Any) -> None:
         log.append(f"evaluate {step}")
         evaluated.append({"step": step})
@@ -59,10 +57,11 @@ async def test_the_run_ends_with_an_evaluation_and_a_checkpoint(
         cfg,
         start=start,
         trainer=Trainer(),
-        rollout=SimpleNamespace(update_weights=done, generate=generate, mark_trained=done, hold=hold),
+        rollout=SimpleNamespace(update_weights=done, generate=generate, mark_trained=done),
         checkpoints=SimpleNamespace(save=save, newest_step=lambda: max(saved, default=None)),
         run=SimpleNamespace(evaluations=lambda: evaluated, log_metrics=lambda *a: None),
         progress=Progress("x", 9, console=Console(file=out, width=200)),
+        world=World(),
     )
     assert log == happened
     assert f"no more tasks in the data source: done after {start + batches} of 9 rollouts" in out.getvalue()

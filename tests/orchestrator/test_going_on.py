@@ -15,7 +15,7 @@ from agentrl.data.checkpoint import CheckpointStore
 from agentrl.data.run_folder import RunDir
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError, StorageError
 from agentrl.orchestrator import launch as driver
-from tests.orchestrator.scripted import FLAGS, Rollout, check_run, lines, train  # noqa: F401
+from tests.orchestrator.scripted import FLAGS, Rollout, Trainer, check_run, lines, train  # noqa: F401
 
 EVERY_STEP = ("--save-interval", "1", "--eval-interval", "1", "--keep-last", "2")
 
@@ -190,12 +190,15 @@ def test_checkpoints_that_are_gone_are_no_reason_to_begin_again(tmp_path: Path, 
 
 @pytest.mark.parametrize("when", ["evaluation", "export", "report"])
 def test_what_a_kill_left_undone_is_done(tmp_path: Path, train: Any, monkeypatch: Any, when: str) -> None:  # noqa: F811
-    evaluate = Rollout.evaluate
+    evaluate, save_hf = Rollout.evaluate, Trainer.save_hf
 
     async def evaluate_first_only(self: Rollout, step: int, **kwargs: Any) -> Any:
-        return await (hold() if step else evaluate(self, step, **kwargs))
+        return await (stop() if step else evaluate(self, step, **kwargs))
 
-    async def hold(*args: Any) -> None:
+    async def export(self: Trainer, path: Path) -> None:
+        await (stop() if path.name == "model" else save_hf(self, path))
+
+    async def stop() -> None:
         raise KeyboardInterrupt
 
     def plot_reward(self: RunDir) -> None:
@@ -206,7 +209,7 @@ def test_what_a_kill_left_undone_is_done(tmp_path: Path, train: Any, monkeypatch
         if when == "evaluation":
             patch.setattr(Rollout, "evaluate", evaluate_first_only)
         elif when == "export":
-            patch.setattr(Rollout, "hold", hold)
+            patch.setattr(Trainer, "save_hf", export)
         else:
             patch.setattr(RunDir, "plot_reward", plot_reward)
         with pytest.raises(KeyboardInterrupt):

@@ -6,18 +6,20 @@ import asyncio
 import sys
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from agentrl.config import load_config
 from agentrl.data.account import DataBuffer
+from agentrl.engines.world import World
 from agentrl.errors import AgentRLError, DataError, EngineError, EnvError
 from agentrl.orchestrator import manager as module
+from agentrl.orchestrator.engine_service import EngineService, weight_sync
 from agentrl.orchestrator.manager import RolloutManager
 from agentrl.tasks.source import TaskSource
 from agentrl.types import Group, Segment, StopReason, Task, Trajectory
+from agentrl.weights.transports.disk import Disk
 
 
 def episode(group_id: str, index: int, task: Task, reason: StopReason = StopReason.DONE) -> Trajectory:
@@ -34,18 +36,23 @@ class Pool:
     broken: str | None = None
     stopped = False
 
-    async def hold(self) -> None: ...
+    def attach(self, updater: Any) -> None: ...
 
     async def stop(self) -> None:
         self.stopped = True
+
+
+def put_together(manager: RolloutManager, buffer: DataBuffer, runner: Any = None) -> None:
+    manager._put_together(buffer, runner, [])
 
 
 @pytest.fixture
 def manager(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> RolloutManager:
     (tmp_path / "logs").mkdir()
     cfg = load_config(["--env", "search", "--rollout-batch-size", "3", "--n-samples-per-prompt", "2"])
-    made = RolloutManager(cfg, str(tmp_path), "model", [{}])
-    made.pool, made.buffer = Pool(), DataBuffer(TaskSource("search", 10))
+    made = RolloutManager(cfg, str(tmp_path), "model", [{}], World())
+    made.engines = EngineService(Pool(), weight_sync(cfg, World(), None))
+    put_together(made, DataBuffer(TaskSource("search", 10)))
     counters = dict.fromkeys(("retries", "continuations", "failures", "prompt_tokens", "cached_tokens"), 0.0)
     made.client = SimpleNamespace(metrics=lambda: counters)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(put=lambda batch: batch))
@@ -62,7 +69,7 @@ async def test_a_task_of_which_nothing_was_trained_is_not_called_trained(manager
         reasons = [StopReason.DONE, StopReason.ENV_ERROR if group_id.endswith("1") else StopReason.DONE]
         return Group(group_id, task, [episode(group_id, i, task, reason) for i, reason in enumerate(reasons)])
 
-    manager.runner = SimpleNamespace(run_group=run_group)
+    manager.dispatcher.runner = SimpleNamespace(run_group=run_group)
     _, (batch,), *_ = await manager.generate(0)
     assert set(batch.group_ids) == {"g00000000", "g00000002"}
     await mark_trained(manager)
@@ -81,7 +88,7 @@ async def test_episodes_of_several_agents_count_by_episode_and_group(manager: Ro
                 parts.append(part)
         return Group(group_id, task, parts)
 
-    manager.runner = SimpleNamespace(run_group=run_group)
+    manager.dispatcher.runner = SimpleNamespace(run_group=run_group)
     metrics, (batch,), *_ = await manager.generate(0)
     counted, _ = await manager.peek()
     assert (counted["done"], counted["total"]) == (6, 6)
@@ -119,7 +126,7 @@ def playing(*impossible: str, reason: StopReason = StopReason.DONE) -> SimpleNam
 
 
 async def test_a_source_that_ends_is_no_error_and_its_last_tasks_are_trained(manager: RolloutManager) -> None:
-    manager.buffer, manager.runner = DataBuffer(Finite(4)), playing()
+    put_together(manager, DataBuffer(Finite(4)), playing())
     sizes = []
     for step in range(2):
         _, (batch,), *_ = await manager.generate(step)
@@ -131,7 +138,7 @@ async def test_a_source_that_ends_is_no_error_and_its_last_tasks_are_trained(man
 
 
 async def test_tasks_that_can_never_be_played_are_dropped_and_the_run_goes_on(manager: RolloutManager) -> None:
-    manager.buffer, manager.runner = DataBuffer(Finite(9)), playing("t/0", "t/1", "t/2", "t/4")
+    put_together(manager, DataBuffer(Finite(9)), playing("t/0", "t/1", "t/2", "t/4"))
     metrics, (batch,), lost, dropped = await manager.generate(0)  # the whole first batch, and one of the next
     assert lost.startswith("8 of 12 episodes were lost")
     assert set(batch.group_ids) == {"g00000003", "g00000005"}
@@ -145,22 +152,22 @@ async def test_tasks_that_can_never_be_played_are_dropped_and_the_run_goes_on(ma
 
 async def test_a_single_impossible_task_does_not_stop_a_run_of_one_task_a_rollout(manager: RolloutManager) -> None:
     manager.cfg = manager.cfg.replace(rollout_batch_size=1)
-    manager.buffer, manager.runner = DataBuffer(Finite(3)), playing("t/0")
+    put_together(manager, DataBuffer(Finite(3)), playing("t/0"))
     _, (batch,), *_ = await manager.generate(0)
     assert set(batch.group_ids) == {"g00000001"}
 
 
 async def test_nothing_but_impossible_tasks_ends_the_run(manager: RolloutManager) -> None:
-    manager.buffer, manager.runner = DataBuffer(Finite(99)), playing("all")
+    put_together(manager, DataBuffer(Finite(99)), playing("all"))
     with pytest.raises(EnvError, match=r"none of the 9 tasks of 3 rollouts in a row .*18 of 18 .* 9000 tokens"):
         await manager.generate(0)
     assert manager.buffer.counts["issued"] == 9
-    manager.buffer = DataBuffer(Finite(2))
+    put_together(manager, DataBuffer(Finite(2)), manager.dispatcher.runner)
     assert await manager.generate(0) is None  # none left to try
 
 
 async def test_failures_that_may_pass_still_end_a_run(manager: RolloutManager) -> None:
-    manager.runner = playing(reason=StopReason.ENGINE_ERROR)
+    manager.dispatcher.runner = playing(reason=StopReason.ENGINE_ERROR)
     with pytest.raises(EnvError, match="6 of 6 episodes"):
         await manager.generate(0)
     assert manager.buffer.counts["dropped"] == 0
@@ -184,9 +191,9 @@ def failing(*names: str) -> SimpleNamespace:
 
 def started_again(manager: RolloutManager, state: dict[str, Any]) -> RolloutManager:
     """The next start of the run, from the same checkpoint."""
-    made = RolloutManager(manager.cfg, str(manager.run_dir), "model", [{}])
-    made.pool, made.client, made.runner = manager.pool, manager.client, manager.runner
-    made.buffer = DataBuffer(Finite(60))
+    made = RolloutManager(manager.cfg, str(manager.run_dir), "model", [{}], World())
+    made.engines, made.client = manager.engines, manager.client
+    put_together(made, DataBuffer(Finite(60)), manager.dispatcher.runner)
     made.buffer.source.left = made.buffer.source.left[state["issued"] :]
     made.buffer.load_state_dict(state)
     return made
@@ -194,7 +201,7 @@ def started_again(manager: RolloutManager, state: dict[str, Any]) -> RolloutMana
 
 async def test_tasks_that_fail_for_their_own_sake_are_dropped_at_their_third_death(manager: RolloutManager) -> None:
     """Two of the first three tasks fail: others take their place, and the run goes on."""
-    manager.buffer, manager.runner = DataBuffer(Finite(60)), failing("t/0", "t/1", "t/7")
+    put_together(manager, DataBuffer(Finite(60)), failing("t/0", "t/1", "t/7"))
     named, trained = [], 0
     for step in range(9):
         metrics, (batch,), lost, dropped = await manager.generate(step)
@@ -207,11 +214,11 @@ async def test_tasks_that_fail_for_their_own_sake_are_dropped_at_their_third_dea
     ]
     counts = manager.buffer.counts
     assert (counts["dropped"], counts["given_back"], counts["trained"]) == (3, 0, trained)
-    assert all(manager.runner.played.count(name) == 3 for name in ("t/0", "t/1", "t/7"))
+    assert all(manager.dispatcher.runner.played.count(name) == 3 for name in ("t/0", "t/1", "t/7"))
 
 
 async def test_deaths_over_several_starts_count(manager: RolloutManager) -> None:
-    manager.buffer, manager.runner = DataBuffer(Finite(60)), failing("t/1")
+    put_together(manager, DataBuffer(Finite(60)), failing("t/1"))
     state = manager.buffer.state_dict()
     for deaths in (1, 2, 3):
         *_, dropped = await manager.generate(0)
@@ -221,7 +228,7 @@ async def test_deaths_over_several_starts_count(manager: RolloutManager) -> None
 
 async def test_a_run_that_ends_at_tasks_that_fail_goes_on_after_load(manager: RolloutManager) -> None:
     """Nine of them in a row, three rollouts' worth: it looks like a broken environment, once."""
-    manager.buffer, manager.runner = DataBuffer(Finite(60)), failing(*(f"t/{i}" for i in range(9)))
+    put_together(manager, DataBuffer(Finite(60)), failing(*(f"t/{i}" for i in range(9))))
     state = manager.buffer.state_dict()
     with pytest.raises(EnvError, match="none of the 9 tasks of 3 rollouts in a row could be played: 18 of 18 episodes"):
         await manager.generate(0)
@@ -237,14 +244,14 @@ async def test_a_run_that_ends_at_tasks_that_fail_goes_on_after_load(manager: Ro
 
 
 async def test_a_dead_environment_ends_the_run_and_costs_no_task(manager: RolloutManager) -> None:
-    manager.buffer, manager.runner = DataBuffer(Finite(60)), failing()
+    put_together(manager, DataBuffer(Finite(60)), failing())
     state = manager.buffer.state_dict()
-    manager.runner.broken = True
+    manager.dispatcher.runner.broken = True
     for _ in range(5):  # however often it is started
         with pytest.raises(EnvError, match="18 of 18 episodes failed.*no row for"):
             await manager.generate(0)
         manager = started_again(manager, state)
-    manager.runner.broken = False
+    manager.dispatcher.runner.broken = False
     for step in range(30):
         if await manager.generate(step) is None:
             break
@@ -254,14 +261,14 @@ async def test_a_dead_environment_ends_the_run_and_costs_no_task(manager: Rollou
 
 async def test_an_environment_that_dies_in_a_rollout_ends_the_run(manager: RolloutManager) -> None:
     manager.cfg = manager.cfg.replace(rollout_batch_size=8)
-    manager.buffer, manager.runner = DataBuffer(Finite(60)), failing(*(f"t/{i}" for i in range(2, 60)))
+    put_together(manager, DataBuffer(Finite(60)), failing(*(f"t/{i}" for i in range(2, 60))))
     with pytest.raises(EnvError, match="last error: no row for"):
         await manager.generate(0)
     assert manager.buffer.counts["dropped"] == 0
 
 
 async def test_tasks_that_fail_at_the_end_of_the_data_do_not_keep_the_run(manager: RolloutManager) -> None:
-    manager.buffer, manager.runner = DataBuffer(Finite(5)), failing("t/3", "t/4")
+    put_together(manager, DataBuffer(Finite(5)), failing("t/3", "t/4"))
     sizes = []
     for step in range(9):
         result = await manager.generate(step)
@@ -284,8 +291,8 @@ async def test_a_rollout_ends_at_once_when_no_engine_can_be_had(manager: Rollout
             raise
         raise AssertionError
 
-    manager.runner = SimpleNamespace(run_group=run_group)
-    manager.pool.broken = "no engine runs"
+    manager.dispatcher.runner = SimpleNamespace(run_group=run_group)
+    manager.engines.pool.broken = "no engine runs"
     with pytest.raises(EngineError, match="no engine runs"):
         await asyncio.wait_for(manager.generate(0), 20)
     await asyncio.sleep(0)
@@ -310,7 +317,7 @@ async def test_wrong_data_does_not_wait_for_engines(manager: RolloutManager, mon
 
     made: list[SlowPool] = []
     monkeypatch.setattr("agentrl.engines.pool.EnginePool", SlowPool)
-    monkeypatch.setattr(module, "engine_spec", lambda cfg, model: None)
+    monkeypatch.setattr(module, "engine_spec", lambda *args, **kwargs: None)
     monkeypatch.setattr(manager, "_open_template", list)
     monkeypatch.setattr(manager, "_open_data", no_data)
     with pytest.raises(DataError, match="no JSON"):
@@ -330,29 +337,29 @@ async def test_episodes_of_a_run_that_is_ended_close_their_environments_before_t
             raise AssertionError
         finally:
             await asyncio.sleep(0)
-            closed.append(manager.pool.stopped)
+            closed.append(manager.engines.pool.stopped)
 
-    manager.runner = SimpleNamespace(run_group=run_group, close=lambda: asyncio.sleep(0))
+    manager.dispatcher.runner = SimpleNamespace(run_group=run_group, close=lambda: asyncio.sleep(0))
     manager.client.close = lambda: asyncio.sleep(0)
     rollout = asyncio.ensure_future(manager.generate(0))
     await asyncio.wait_for(started.wait(), 20)
     await asyncio.wait_for(manager.close(), 20)
-    assert closed == [False] * 3 and manager.pool.stopped
+    assert closed == [False] * 3 and manager.engines.pool.stopped
     with pytest.raises(EngineError, match="the run is ending"):
         await rollout
 
 
 @pytest.mark.parametrize(("gpu", "ranks"), [(True, 2), (False, 1)])
-def test_weight_sync_counts_the_ranks_of_an_engine(
-    manager: RolloutManager, monkeypatch: pytest.MonkeyPatch, gpu: bool, ranks: int
-) -> None:
-    manager.cfg = manager.cfg.replace(rollout_num_gpus_per_engine=2)
-    manager.pool.attach = lambda sync: None
-    monkeypatch.setattr(module, "has_gpu", lambda: gpu)
-    with patch("agentrl.weights.sync.WeightSync") as sync:
-        manager._attach([])
-    given = sync.call_args.kwargs
-    assert (given["engine_ranks"], given["backend"]) == (ranks, "nccl" if gpu else "gloo")
+def test_weight_sync_counts_the_ranks_of_an_engine(manager: RolloutManager, gpu: bool, ranks: int) -> None:
+    cfg, world = manager.cfg.replace(rollout_num_gpus_per_engine=2), World(gpus=4 * gpu)
+    sync = weight_sync(cfg, world, None)
+    assert (sync.transport._ranks, sync.transport._backend) == (ranks, "nccl" if gpu else "gloo")
+    assert sync.restore_from is not None
+    cfg = cfg.replace(host="10.0.0.7")
+    assert weight_sync(cfg, world, None).restore_from is None, "other machines do not see the shared memory"
+    assert weight_sync(cfg.replace(weight_snapshot_dir="/everywhere"), world, None).restore_from is not None
+    sync = weight_sync(cfg.replace(rollout_num_gpus_per_engine=1), World(gpus=1), None)
+    assert isinstance(sync.transport, Disk), "NCCL has no group of two processes on one GPU"
 
 
 def test_a_rollout_that_waited_out_its_time_for_the_engine_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,8 +8,10 @@ import pytest
 
 from agentrl.config import load_config
 from agentrl.config.schema import TrainerOptions
-from agentrl.errors import AgentRLError, CheckpointError, WeightSyncError
-from agentrl.orchestrator.handles import RankSender, create_ranks
+from agentrl.engines.world import World
+from agentrl.errors import AgentRLError, CheckpointError
+from agentrl.orchestrator.engine_service import RankSender
+from agentrl.orchestrator.handles import create_ranks
 from agentrl.trainer.ranks import TrainActor
 from tests.trainer.samples import QUIET, random_batch
 
@@ -18,8 +20,9 @@ FLAGS = ("--env", "search", "--lr", "1e-3", "--threads", "1", "--logprob-abs-dif
 
 
 @pytest.fixture
-def actor(checkpoint):
-    actor = TrainActor(0, 1, checkpoint, TrainerOptions(lr=1e-3, **QUIET), sender={"bucket_bytes": 50_000})
+def actor(checkpoint, tmp_path):
+    publishing = {"bucket_bytes": 50_000, "folder": tmp_path / "published"}
+    actor = TrainActor(0, 1, checkpoint, TrainerOptions(lr=1e-3, **QUIET), publishing=publishing)
     yield actor
     actor.close()
 
@@ -34,14 +37,13 @@ def test_one_rank_trains_saves_and_walks_its_weights(actor, checkpoint, tmp_path
     actor.save(str(tmp_path / "state"))
     actor.load(str(tmp_path / "state"))
     actor.save_hf(str(tmp_path / "hf"))
-    assert actor.sender("save", str(tmp_path / "weights")) > 0
-    bucket, names = actor.sender("start"), []
-    while bucket is not None:
-        names += bucket.names
-        bucket = actor.sender("broadcast").next
-    exported = [name for name, _ in actor._trainer.export()]
-    assert names == exported
-    assert actor.sender("checksums")[0]
+    snapshot = actor.publish(2)
+    assert [name for bucket in snapshot.buckets for name in bucket.names] == [
+        n for n, _ in actor._trainer.policy.core.export()
+    ]
+    assert len(snapshot.buckets) > 1 and snapshot.is_there()
+    assert actor.update(batch, {})[0]["train/steps"] == 1
+    assert actor.publish(3).digest != snapshot.digest and not snapshot.is_there()
 
 
 def test_errors_are_those_of_the_start(tmp_path, actor):
@@ -52,8 +54,8 @@ def test_errors_are_those_of_the_start(tmp_path, actor):
         broken.start(broken.meeting_point())
     with pytest.raises(CheckpointError, match="config.json"):
         broken.ready()
-    with pytest.raises(WeightSyncError, match="'destroy'"):
-        actor.sender("destroy")
+    with pytest.raises(AgentRLError, match="asked for 'listen' before it published any weights"):
+        actor.send("listen")
 
 
 @pytest.mark.slow
@@ -62,7 +64,10 @@ def test_two_ray_actors_form_a_world(checkpoint, tmp_path):
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        ranks = create_ranks(load_config(FLAGS), checkpoint, [{"num_cpus": 1}] * 2, log_dir=tmp_path)
+        ranks = create_ranks(
+            load_config(FLAGS), checkpoint, [{"num_cpus": 1}] * 2,
+            world=World(), weights_dir=str(tmp_path), log_dir=tmp_path,
+        )  # fmt: skip
         assert ray.get([r.ready.remote() for r in ranks], timeout=150) == [True, True]
         batch = ray.put(random_batch(8))
         results = ray.get([r.update.remote(batch, {}, keep=True) for r in ranks], timeout=60)
@@ -71,18 +76,11 @@ def test_two_ray_actors_form_a_world(checkpoint, tmp_path):
         for key, value in metrics[0].items():
             assert metrics[1][key] == value or key.startswith("time/") or key.endswith("per_s")
         assert metrics[0]["train/sampled_tokens"] == random_batch(8).num_sampled
-        sender = RankSender(ranks)
-
-        async def walk():
-            bucket, count = await sender.start(), 0
-            while bucket is not None:
-                count += len(bucket.names)
-                bucket = (await sender.broadcast()).next
-            return count, await sender.checksums()
-
-        count, sums = asyncio.run(walk())
-        assert count == 46
-        assert len(sums) == 1
+        snapshot, nothing = ray.get([r.publish.remote(1) for r in ranks], timeout=60)
+        assert sum(len(bucket.names) for bucket in snapshot.buckets) == 46 and nothing is None
+        busy = [r.update.remote(batch, {}) for r in ranks]
+        assert asyncio.run(RankSender(ranks[0]).listen("127.0.0.1")) > 0, "beside what it trains"
+        ray.get(busy, timeout=60)
         assert (tmp_path / "trainer-1.log").exists()
     finally:
         ray.shutdown()

@@ -6,17 +6,23 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl.engines.control import Bucket, EngineControl, SendResult
+from agentrl.engines.control import Bucket, EngineControl
 from agentrl.errors import WeightSyncError
-from agentrl.weights.protocol import UNPREDICTED, Deadlines, SyncFailed, SyncReport
+from agentrl.weights.snapshot import Snapshot
 from agentrl.weights.sync import WeightSync
+from agentrl.weights.transports.base import Deadlines, SyncFailed, SyncReport
+from agentrl.weights.transports.broadcast import Broadcast
+from agentrl.weights.transports.disk import Disk
 from tests.engines.fake_engine import KEY, FakeEngine
 
-FAST = Deadlines(pause=0.8, begin=0.8, connect=0.8, bucket=0.8, disk=0.8, end=0.8, resume=1.5, verify=0.8)
+FAST = Deadlines(pause=0.4, connect=0.8, bucket=0.4, disk=0.4, resume=1.5, verify=0.8)
+BUCKETS = tuple(Bucket((name,), ("float32",), ((1,),), 4) for name in "abc")
+HERE = str(Path(__file__).parent)
 FAULTS = ("error", "refuse", "drop", "drop_after", "hang", "hang_after")
 BROADCAST_ROUTES = (
     "/pause_generation",
@@ -30,16 +36,18 @@ BROADCAST_ROUTES = (
 DISK_ROUTES = ("/pause_generation", "/update_weights_from_disk", "/continue_generation", "/weights_checker")
 
 
+def snapshot(version: int, *, folder: str = HERE) -> Snapshot:
+    """A published version, of which fake engines only look at the number."""
+    return Snapshot(version, folder, BUCKETS, digest=0)
+
+
 class FakeSender:
-    """The trainer's end: three buckets of one tensor. ``fail_at`` names a call that raises."""
+    """Rank 0's end. ``fail_at`` names a call that raises."""
 
     def __init__(self, engines: Sequence[FakeEngine] = ()) -> None:
         self.engines = engines
         self.groups: dict[str, int] = {}
-        self.position = 0
         self.fail_at: str | None = None
-        self.walks = 0
-        self.sent = {"a": "sent", "b": "sent", "c": "sent"}
         self.calls: list[str] = []
         self.sent_to: list[list[str]] = []
         self.dropped: list[str] = []
@@ -64,32 +72,11 @@ class FakeSender:
                 self.groups[name] = size
         return states
 
-    def _bucket(self) -> Bucket | None:
-        if self.position >= 3:
-            return None
-        name = "abc"[self.position]
-        return Bucket((name,), ("float32",), ((1,),), 4, self.position == 2)
-
-    async def start(self) -> Bucket | None:
-        self._called("start")
-        self.walks += 1
-        self.position = 0
-        return self._bucket()
-
-    async def broadcast(self, groups: list[str]) -> SendResult:
+    async def broadcast(self, index: int, groups: list[str]) -> dict[str, str]:
         self._called("broadcast")
         assert set(groups) <= set(self.groups)
         self.sent_to.append(groups)
-        self.position += 1
-        return SendResult(self._bucket())
-
-    async def checksums(self) -> list[dict[str, str]]:
-        self._called("checksums")
-        return [dict(self.sent)]
-
-    async def save(self, path: str) -> int:
-        self._called("save")
-        return 12
+        return {}
 
     async def drop(self, name: str) -> None:
         self.groups.pop(name, None)
@@ -113,13 +100,22 @@ async def fake_engines(n: int) -> AsyncIterator[tuple[list[FakeEngine], list[Eng
             await engine.stop()
 
 
-def syncing(sender: Any, **options: Any) -> WeightSync:
-    return WeightSync(sender, deadlines=FAST, **options)
+def syncing(sender: Any, *, transport: str = "broadcast", backend: str = "gloo", **options: Any) -> WeightSync:
+    """A sync that has been tried before: its first version was."""
+    way = Disk() if transport == "disk" else Broadcast(sender, backend=backend)
+    made = WeightSync(way, restore=Disk(), **{"deadlines": FAST} | options)
+    made._tried = True
+    return made
+
+
+async def bring(sync: WeightSync, controls: list[EngineControl], version: int) -> SyncReport:
+    sync.snapshot = snapshot(version)
+    return await sync.update(controls)
 
 
 async def attempt(sync: WeightSync, controls: list[EngineControl], version: int) -> SyncReport:
     try:
-        return await sync.sync(controls, version)
+        return await bring(sync, controls, version)
     except SyncFailed as error:
         return error.report
 
@@ -133,7 +129,7 @@ def assert_runs(engine: FakeEngine) -> None:
 @pytest.mark.parametrize("transport", ["broadcast", "disk"])
 async def test_all_engines_reach_the_version(transport: str, mode: str) -> None:
     async with fake_engines(3) as (engines, controls, sender):
-        report = await syncing(sender, transport=transport, pause_mode=mode).sync(controls, 7)
+        report = await bring(syncing(sender, transport=transport, pause_mode=mode), controls, 7)
         assert report.failed == {}
         assert sorted(report.synced) == sorted(engine.url for engine in engines)
         assert report.verified == 3
@@ -145,13 +141,13 @@ async def test_all_engines_reach_the_version(transport: str, mode: str) -> None:
 async def test_states_come_in_order_and_groups_are_kept() -> None:
     async with fake_engines(1) as (engines, controls, sender):
         sync = syncing(sender)
-        await sync.sync(controls, 1)
+        await bring(sync, controls, 1)
         update = ["/update_weights_from_distributed"] * 3
         closing = ["/end_weight_update", "/continue_generation", "/weights_checker"]
         opening = ["/pause_generation", "/begin_weight_update"]
         assert engines[0].calls == ["/init_weights_update_group", *opening, *update, *closing]
         engines[0].calls.clear()
-        await sync.sync(controls, 2)
+        await bring(sync, controls, 2)
         assert engines[0].calls == [*opening, *update, *closing]
 
 
@@ -159,16 +155,16 @@ async def test_a_sync_of_one_engine_leaves_the_groups_of_the_others() -> None:
     """As when a replacement is brought up to date while the others generate."""
     async with fake_engines(2) as (engines, controls, sender):
         sync = syncing(sender)
-        await sync.sync(controls[:1], 1)
+        await bring(sync, controls[:1], 1)
         (first,) = sender.groups
-        await sync.sync(controls[1:], 1)
+        await bring(sync, controls[1:], 1)
         (second,) = set(sender.groups) - {first}
         assert sender.sent_to == [[first]] * 3 + [[second]] * 3
         assert engines[0].calls.count("/pause_generation") == 1
-        await sync.sync(controls, 2)
+        await bring(sync, controls, 2)
         assert set(sender.groups) == {first, second}
         await controls[0].close()  # given up
-        await sync.sync(controls[1:], 3)
+        await bring(sync, controls[1:], 3)
         assert set(sender.groups) == {second}
         assert sender.dropped == [first]
 
@@ -232,30 +228,22 @@ async def the_only_engine_fails(route: str, state: str) -> None:
     async with fake_engines(1) as (engines, controls, sender):
         engines[0].faults[route] = state
         with pytest.raises(SyncFailed, match=controls[0].url) as caught:
-            await syncing(sender).sync(controls, 1)
+            await bring(syncing(sender), controls, 1)
         assert list(caught.value.report.failed) == [controls[0].url]
         assert_runs(engines[0])
 
 
-@pytest.mark.parametrize("call", ["listen", "connect", "start", "broadcast"])
+@pytest.mark.parametrize("call", ["listen", "connect", "broadcast"])
 async def test_the_sender_fails(call: str) -> None:
     """The error says so; engines run; they are named for replacement only if weights were on their way."""
     async with fake_engines(2) as (engines, controls, sender):
         sender.fail_at = call
         with pytest.raises(SyncFailed, match="on purpose") as caught:
-            await syncing(sender).sync(controls, 1)
+            await bring(syncing(sender), controls, 1)
         assert bool(caught.value.report.failed) == (call == "broadcast")
         for engine in engines:
             assert_runs(engine)
         assert "abort" in sender.calls
-
-
-async def test_save_fails_before_any_engine_is_paused() -> None:
-    async with fake_engines(1) as (engines, controls, sender):
-        sender.fail_at = "save"
-        with pytest.raises(WeightSyncError, match="on purpose"):
-            await syncing(sender, transport="disk").sync(controls, 1)
-        assert engines[0].calls == []
 
 
 async def test_cancelled_at_any_state() -> None:
@@ -267,9 +255,8 @@ async def cancelled_at(route: str) -> None:
     async with fake_engines(2) as (engines, controls, sender):
         for engine in engines:
             engine.faults[route] = "hang_after"
-        slow = Deadlines(pause=20, begin=20, connect=20, bucket=20, end=20, resume=1.5, verify=20)
-        sync = WeightSync(sender, deadlines=slow)
-        task = asyncio.create_task(sync.sync(controls, 1))
+        sync = syncing(sender, deadlines=Deadlines(pause=20, connect=20, bucket=20, resume=1.5, verify=20))
+        task = asyncio.create_task(bring(sync, controls, 1))
         while not all(route in engine.calls for engine in engines):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.02)
@@ -286,7 +273,7 @@ async def test_an_engine_that_never_resumes_is_named() -> None:
     async with fake_engines(2) as (engines, controls, sender):
         engines[0].faults["/continue_generation"] = "hang"
         engines[0].fault_times["/continue_generation"] = 99
-        report = await syncing(sender).sync(controls, 1)
+        report = await bring(syncing(sender), controls, 1)
         assert report.synced == [engines[1].url]
         assert "continue_generation" in report.failed[engines[0].url]
 
@@ -294,56 +281,101 @@ async def test_an_engine_that_never_resumes_is_named() -> None:
 async def test_dead_engine_among_living() -> None:
     async with fake_engines(3) as (engines, controls, sender):
         await engines[1].stop()
-        report = await syncing(sender).sync(controls, 1)
+        report = await bring(syncing(sender), controls, 1)
         assert list(report.failed) == [controls[1].url]
         assert len(report.synced) == 2
 
 
-async def test_wrong_weights_in_an_engine_are_an_error() -> None:
+async def test_engines_that_hold_different_weights_are_an_error() -> None:
     async with fake_engines(2) as (engines, controls, sender):
-        sender.sent["b"] = "other"
-        with pytest.raises(SyncFailed, match="holds other weights than were sent as version 1: 1 of 3"):
-            await syncing(sender).sync(controls, 1)
+        sync = syncing(sender)
+        await bring(sync, controls, 1)
+        engines[1].suffix = " torn"
+        with pytest.raises(SyncFailed, match="other weights as version 2 than an engine before it: 3 of 3"):
+            await bring(sync, controls, 2)
         for engine in engines:
             assert_runs(engine)
 
 
-async def test_parameters_the_sender_cannot_predict_are_compared_between_engines() -> None:
-    async with fake_engines(2) as (engines, controls, sender):
-        sender.sent["experts"] = UNPREDICTED
-        for engine in engines:
-            engine.weights["experts"] = "same"
-        report = await syncing(sender).sync(controls, 1)
-        assert report.unverified == ("experts",)
-        assert report.verified == 3
-        engines[1].weights["experts"] = "different"
-        with pytest.raises(SyncFailed, match="experts"):
-            await syncing(sender).sync(controls, 2)
+async def test_an_engine_that_holds_the_old_weights_still_is_an_error() -> None:
+    async with fake_engines(1) as (engines, controls, sender):
+        sync = syncing(sender)
+        await bring(sync, controls, 1)
+        sync.snapshot = Snapshot(2, HERE, BUCKETS, digest=1)
+        with pytest.raises(SyncFailed, match="still holds the weights of version 1, which are not those of version 2"):
+            await sync.update(controls)
+        engines[0].suffix = " anew"
+        sync.snapshot = Snapshot(3, HERE, BUCKETS, digest=2)
+        assert (await sync.update(controls)).verified == 3
 
 
-async def test_a_parameter_that_was_never_sent_is_an_error() -> None:
+@pytest.mark.parametrize("transport", ["broadcast", "disk"])
+async def test_a_parameter_that_is_never_sent_is_an_error(transport: str) -> None:
+    """Whatever the engine calls its parameters: all are overwritten before the first version."""
     async with fake_engines(2) as (engines, controls, sender):
+        sync = syncing(sender, transport=transport)
+        sync._tried = False
         for engine in engines:
             engine.weights["layers.0.o_proj.bias"] = "the checkpoint's"
         with pytest.raises(SyncFailed, match=r"1 of 4 parameters that the trainer never sends \(.*o_proj"):
-            await syncing(sender).sync(controls, 1)
+            await bring(sync, controls, 1)
         for engine in engines:
             assert_runs(engine)
+            del engine.weights["layers.0.o_proj.bias"]
+        await bring(sync, controls, 1)
+        assert ["/update_weights_from_disk" in engine.calls for engine in engines] == [True] * 2
+        for engine in engines:
+            engine.calls.clear()
+        await bring(sync, controls, 2)
+        assert engines[0].calls.count("/weights_checker") == 1, "once is enough"
+
+
+async def test_one_engine_takes_the_newest_version_without_the_trainer() -> None:
+    async with fake_engines(2) as (engines, controls, sender):
+        sync = syncing(sender)
+        assert await sync.restore(controls[0]) is None, "nothing was published yet"
+        await bring(sync, controls[:1], 4)
+        sender.fail_at = "broadcast"
+        assert (await sync.restore(controls[1])).synced == [controls[1].url]
+        assert [engine.version for engine in engines] == ["4", "4"]
+        engines[1].faults["/update_weights_from_disk"] = "error"
+        with pytest.raises(SyncFailed, match="broken on purpose"):
+            await sync.restore(controls[1])
+        assert_runs(engines[1])
+
+
+async def test_an_engine_waits_where_the_version_is_not_to_be_had(tmp_path: Path) -> None:
+    """Files that it cannot see, or that give way to the next version while it reads them."""
+    async with fake_engines(1) as (engines, controls, sender):
+        sync = syncing(sender)
+        sync.snapshot = snapshot(4, folder=str(tmp_path / "gone"))
+        assert await sync.restore(controls[0]) is None and engines[0].calls == []
+        folder = tmp_path / "version-5"
+        folder.mkdir()
+        sync.snapshot = snapshot(5, folder=str(folder))
+
+        def gone(body: dict[str, Any]) -> tuple[bool, str]:
+            folder.rmdir()
+            return False, "no such file"
+
+        engines[0]._update_weights_from_disk = gone
+        assert await sync.restore(controls[0]) is None
+        assert_runs(engines[0])
+        sync.restore_from = None
+        assert await sync.restore(controls[0]) is None
 
 
 async def test_without_verification_no_checksum_is_asked_for() -> None:
     async with fake_engines(1) as (engines, controls, sender):
-        await syncing(sender, verify=False).sync(controls, 1)
+        await bring(syncing(sender, verify=False), controls, 1)
         assert "/weights_checker" not in engines[0].calls
 
 
 async def test_nothing_to_sync() -> None:
     with pytest.raises(WeightSyncError, match="no engine"):
-        await syncing(FakeSender()).sync([], 1)
+        await bring(syncing(FakeSender()), [], 1)
 
 
 def test_wrong_options() -> None:
-    with pytest.raises(ValueError, match="transport 'pigeon'; expected one of broadcast, disk"):
-        WeightSync(FakeSender(), transport="pigeon")
     with pytest.raises(ValueError, match="pause mode 'nap'"):
-        WeightSync(FakeSender(), pause_mode="nap")
+        syncing(FakeSender(), pause_mode="nap")

@@ -1,0 +1,71 @@
+"""What a run stands on: GPUs or none, and which machines. Found once, by the driver, and handed to all who ask."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class Asked(Protocol):
+    """What a run asks for."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    rollout_num_engines: int | None
+    rollout_num_gpus_per_engine: int
+
+
+@dataclass(frozen=True)
+class World:
+    """The machines of a run.
+
+    Attributes:
+        gpus: of all machines together.
+        addresses: of each machine, as Ray knows it.
+    """
+
+    gpus: int = 0
+    addresses: tuple[str, ...] = ("127.0.0.1",)
+
+    @classmethod
+    def here(cls) -> World:
+        """This machine alone. Looks at its devices, so that torch is not imported."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            return cls(len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
+        devices = os.listdir("/dev")
+        return cls(len([d for d in devices if re.fullmatch(r"nvidia\d+", d)]) or int("dxg" in devices))
+
+    @classmethod
+    def of(cls, nodes: Iterable[Mapping[str, Any]]) -> World:
+        """A cluster, from what ``ray.nodes()`` says."""
+        alive = [node for node in nodes if node["Alive"]]
+        gpus = sum(node["Resources"].get("GPU", 0) for node in alive)
+        return cls(int(gpus), tuple(node["NodeManagerAddress"] for node in alive))
+
+    @property
+    def has_gpu(self) -> bool:
+        return self.gpus > 0
+
+    @property
+    def device(self) -> str:
+        """Torch's name of it."""
+        return "cuda" if self.has_gpu else "cpu"
+
+    @property
+    def backend(self) -> str:
+        """Of collectives between trainer and engines."""
+        return "nccl" if self.has_gpu else "gloo"
+
+    def engine_ranks(self, asked: Asked) -> int:
+        """Processes of one engine."""
+        return asked.rollout_num_gpus_per_engine if self.has_gpu else 1
+
+    def is_shared(self, asked: Asked) -> bool:
+        """Whether the one rank and the one engine of a run have but one GPU, of which each gets a half."""
+        engines = asked.rollout_num_engines or 1
+        return (self.gpus, asked.world_size, engines, asked.rollout_num_gpus_per_engine) == (1, 1, 1, 1)

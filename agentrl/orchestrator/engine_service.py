@@ -1,0 +1,114 @@
+"""The engines of a run as one thing: their pool, the weights they hold, and whether they still serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from agentrl.engines.pool import EnginePool
+from agentrl.engines.world import World
+from agentrl.errors import EngineError
+from agentrl.orchestrator.watch import WEIGHTS
+from agentrl.weights.snapshot import Snapshot
+from agentrl.weights.sync import WeightSync
+from agentrl.weights.transports.broadcast import Broadcast
+from agentrl.weights.transports.disk import Disk
+
+if TYPE_CHECKING:
+    from agentrl.config.schema import Config
+
+log = logging.getLogger(__name__)
+
+EPISODES_END_S = 12.0
+"""Time for the environments of cancelled episodes to close, each of which has 10 s."""
+
+
+class EngineService:
+    """Brings engines to published weights, and watches over what is asked of them.
+
+    Args:
+        pool: the engines; started and stopped by others.
+        sync: how they get weights.
+    """
+
+    def __init__(self, pool: EnginePool, sync: WeightSync):
+        self.pool, self._sync = pool, sync
+        self.version = -1
+        self._playing: asyncio.Future[Any] | None = None
+        self._ending = False
+        pool.attach(sync)
+
+    async def update_weights(self, snapshot: Snapshot) -> dict[str, float]:
+        """Bring every engine to published weights; those that fail are replaced."""
+        began = time.monotonic()
+        self._sync.snapshot = snapshot
+        report = await self.pool.update_weights()
+        self.version = snapshot.version
+        times = ", ".join(f"{state} {seconds:.3f} s" for state, seconds in report.seconds.items())
+        log.info("version %d: %d engines, %d bytes; %s", self.version, len(report.synced), report.nbytes, times)
+        return {
+            "time/sync": time.monotonic() - began,
+            "sync/pause_seconds": report.seconds["transfer"],
+            "sync/bytes": float(report.nbytes),
+            "sync/verified": float(report.verified),
+            "sync/engines": float(len(report.synced)),
+        }
+
+    async def unless_broken(self, episodes: asyncio.Future[Any]) -> Any:
+        """The result of playing episodes, unless no engine is left: then they would wait out every deadline.
+
+        Raises:
+            EngineError: no engine is left, or :meth:`stop` was called.
+        """
+        self._playing = episodes
+        try:
+            while not episodes.done():
+                await asyncio.wait([episodes], timeout=1.0)
+                if self.pool.broken and not episodes.done():
+                    raise EngineError(self.pool.broken)
+        finally:
+            episodes.cancel()
+        try:
+            return await episodes
+        except asyncio.CancelledError:
+            if self._ending:
+                raise EngineError("the episodes were cancelled: the run is ending") from None
+            raise
+
+    async def end_episodes(self) -> None:
+        """Cancel what is played, so that environments are closed while engines still answer."""
+        self._ending = True
+        if self._playing is not None:
+            self._playing.cancel()
+            await asyncio.wait([self._playing], timeout=EPISODES_END_S)
+
+
+class RankSender:
+    """Rank 0's broadcast sender as the weight sync sees it. It works beside what the rank trains.
+
+    Args:
+        rank: handle of the Ray actor.
+    """
+
+    def __init__(self, rank: Any):
+        self._rank = rank
+
+    def __getattr__(self, method: str) -> Any:
+        async def call(*args: Any) -> Any:
+            return await self._rank.send.options(concurrency_group=WEIGHTS).remote(method, *args)
+
+        return call
+
+
+def weight_sync(cfg: Config, world: World, rank0: Any) -> WeightSync:
+    """The way of the weights that the options ask for."""
+    files = Disk()
+    broadcast = Broadcast(RankSender(rank0), backend=world.backend, host=cfg.host, engine_ranks=world.engine_ranks(cfg))
+    # NCCL has no groups of two processes on one GPU.
+    by_disk = cfg.weight_sync_transport == "disk" or world.is_shared(cfg)
+    seen_by_all = by_disk or cfg.weight_snapshot_dir is not None or cfg.host in ("127.0.0.1", "localhost")
+    return WeightSync(
+        files if by_disk else broadcast, restore=files if seen_by_all else None, pause_mode=cfg.pause_mode
+    )

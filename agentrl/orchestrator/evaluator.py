@@ -1,0 +1,68 @@
+"""Plays the held-out sets of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from agentrl.data.store import TrajectoryStore
+from agentrl.evaluation.heldout import HeldOutSet, run_set
+from agentrl.orchestrator.tally import Tally
+from agentrl.rollout.worker import EpisodeRunner
+
+if TYPE_CHECKING:
+    from agentrl.config.schema import Config
+
+log = logging.getLogger(__name__)
+
+
+class Evaluator:
+    """Evaluates the weights that engines hold.
+
+    Args:
+        cfg: the run's configuration.
+        sets: the held-out sets.
+        open_runner: makes what plays the episodes of one.
+        store: where they go.
+        tally: counts what is played.
+        unless_broken: awaits episodes, and raises when they can come to no end.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        sets: Sequence[HeldOutSet],
+        *,
+        open_runner: Callable[[HeldOutSet], EpisodeRunner],
+        store: TrajectoryStore,
+        tally: Tally,
+        unless_broken: Callable[[asyncio.Future[Any]], Awaitable[Any]],
+    ):
+        self.sets = list(sets)
+        self._samples = cfg.n_samples_per_eval_prompt
+        self._open_runner, self._store, self._tally = open_runner, store, tally
+        self._unless_broken = unless_broken
+
+    async def evaluate(self, step: int) -> dict[str, dict[str, Any]]:
+        """Play all sets after ``step`` rollouts; summaries by set name."""
+        summaries: dict[str, dict[str, Any]] = {}
+        self._tally.begin(sum(len(s.tasks) for s in self.sets) * self._samples)
+        for held_out in self.sets:
+            runner = self._open_runner(held_out)
+            try:
+                playing = run_set(
+                    runner,
+                    held_out,
+                    samples=self._samples,
+                    tag=f"eval-{step:06d}-{held_out.name}",
+                    on_episode=self._tally.add,
+                )
+                summary, trajectories = await self._unless_broken(asyncio.ensure_future(playing))
+            finally:
+                await runner.close()
+            summaries[held_out.name] = summary.to_dict()
+            log.info("evaluation %s after step %d: %d episodes", held_out.name, step, len(trajectories))
+            await asyncio.to_thread(self._store.write, step, trajectories, name=f"eval-{held_out.name}")
+        return summaries
