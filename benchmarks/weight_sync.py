@@ -93,7 +93,7 @@ class Bench:
     def __init__(self, engine: EngineProcess, weights: dict[str, torch.Tensor], folder: str) -> None:
         self.engine = engine
         self.control = EngineControl(engine.url, engine.api_key)
-        self.publisher = Publisher(lambda: iter(weights.items()), folder, tied_embeddings=True)
+        self.publisher = Publisher(lambda: iter(weights.items()), folder, bucket_bytes=1 << 30, tied_embeddings=True)
         self.sender = BroadcastSender(self.publisher)
         self.broadcast = Broadcast(LocalSender(self.sender))
         self.sync = WeightSync(self.broadcast, restore=Disk())
