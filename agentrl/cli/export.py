@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError("agentrl export needs --run RUN and --output-dir DIR.")
     if problem := checkpoint_problem(given.checkpoint):
         raise ConfigError(problem)
-    from agentrl.trainer.export import export
+    from agentrl.data.export import export
 
     export(given.run, given.output_dir, checkpoint=given.checkpoint)
     print(f"wrote {given.output_dir}")

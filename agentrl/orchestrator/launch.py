@@ -25,6 +25,7 @@ from agentrl.config.presets import demo_alone
 from agentrl.config.schema import AlgorithmOptions, Config
 from agentrl.config.serialize import read_run_config, run_folder_of
 from agentrl.data.checkpoint import Checkpoint, CheckpointStore
+from agentrl.data.export import copy_model
 from agentrl.data.files import FULL, storage_errors
 from agentrl.data.run_folder import RunDir
 from agentrl.engines.engine import engines_ahead
@@ -41,7 +42,6 @@ from agentrl.processes.warden import Warden
 from agentrl.progress import Progress, before_after, clock, episode_panel, shown, when
 from agentrl.rollout.rehearsal import rehearse
 from agentrl.rollout.setup import engine_spec, make_env, scratch
-from agentrl.trainer.export import copy_model
 from agentrl.types import Trajectory
 from agentrl.versions import installed
 

@@ -22,7 +22,6 @@ class WeightCopies:
     def __contains__(self, name: str) -> bool:
         return name in self._copies
 
-    @torch.no_grad()
     def keep(self, name: str) -> None:
         """Copy the model's present weights under this name, in place of an earlier copy."""
         self._copies[name] = [p.detach().to("cpu", copy=True) for p in self._parameters]
@@ -34,18 +33,15 @@ class WeightCopies:
         Raises:
             KeyError: no copy of that name was kept.
         """
-        copy = self._copies[name]
-        with torch.no_grad():
-            live = [p.detach().to("cpu", copy=True) for p in self._parameters]
-            _write(self._parameters, copy)
+        copy, live = self._copies[name], [p.detach().to("cpu", copy=True) for p in self._parameters]
         try:
+            self._write(copy)
             yield
         finally:
-            _write(self._parameters, live)
+            self._write(live)
 
-
-@torch.no_grad()
-def _write(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> None:
-    # In place: gradient buffers and optimizers hold on to these very tensors.
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(value)
+    @torch.no_grad()
+    def _write(self, values: list[torch.Tensor]) -> None:
+        # In place: gradient buffers and optimizers hold on to these very tensors.
+        for parameter, value in zip(self._parameters, values, strict=True):
+            parameter.copy_(value)

@@ -29,7 +29,7 @@ def test_eval(called, tmp_path):
 
 
 def test_export(called, capsys):
-    calls = called("agentrl.trainer.export", "export")
+    calls = called("agentrl.data.export", "export")
     assert main(["export", "--run", "runs/x", "--output-dir", "out", "--checkpoint", "4"]) == 0
     assert calls == [(("runs/x", "out"), {"checkpoint": "4"})]
     assert main(["export", "--run", "runs/x"]) == 2

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from agentrl.config import Config, load_config
 from agentrl.data.checkpoint import Best, CheckpointStore
+from agentrl.data.export import export
 from agentrl.data.run_folder import RunDir
 from agentrl.engines.world import World
 from agentrl.errors import CheckpointError, ConfigError, EnvError
@@ -20,7 +21,6 @@ from agentrl.orchestrator.handles import Generated
 from agentrl.orchestrator.launch import check_environment
 from agentrl.orchestrator.loop import training_loop
 from agentrl.progress import Progress
-from agentrl.trainer.export import export
 from agentrl.types import Task, Trajectory
 from tests.orchestrator import scripted
 
