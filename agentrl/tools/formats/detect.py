@@ -57,7 +57,7 @@ def get_parser(name: str) -> Parser:
         return TagParser(_tag_names(name))
     found = FORMATS.get(_OTHER_NAMES.get(name, name))
     if found is None:
-        known = ", ".join(["none", *FORMATS])
+        known = ", ".join(["none", *sorted(FORMATS)])
         raise ConfigError(f"unknown call format {name!r}; expected tags:<name>,<name> or one of {known}.")
     return found()
 
