@@ -49,7 +49,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
         finally:
             self._looking = False
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = self._then_register(spec.loader.exec_module)  # type: ignore[method-assign]
+            spec.loader.exec_module = self._then_register(spec.loader.exec_module)  # type: ignore[assignment,method-assign]
         return spec
 
     def _then_register(self, load: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:

@@ -217,8 +217,9 @@ def before_after(rows: list[tuple[str, dict[str, Any], dict[str, Any]]], steps: 
     """
     start = "before" if steps[0] == 0 else when(steps[0])
     table = Table(title=f"Held-out tasks, {start} → {when(steps[1])}", title_justify="left")
-    for name, justify in (("", "left"), ("before", "right"), ("after", "right"), ("change", "right")):
-        table.add_column(name, justify=justify)
+    table.add_column("")
+    for name in ("before", "after", "change"):
+        table.add_column(name, justify="right")
     for name, before, after in rows:
         b, a = before["success"], after["success"]
         table.add_row(

@@ -242,7 +242,7 @@ def spec(value: Callable[..., Any], folder: Path) -> str:
 def _pickler() -> Callable[[io.BytesIO], Any]:
     import cloudpickle
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    class Pickler(cloudpickle.Pickler):
         """Entry points that were completed around an author's code are completed anew where the class is loaded."""
 
         def reducer_override(self, obj: Any) -> Any:

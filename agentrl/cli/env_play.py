@@ -64,7 +64,7 @@ def run(name: str, argv: Sequence[str]) -> int:
 
 def play(env: Any, *, seed: int, options: dict[str, Any], source: TextIO | None = None) -> int:
     """One episode with the turns of ``source`` (default: standard input); returns the exit code."""
-    from agentrl.envs.multi_agent import acting_agent, shares
+    from agentrl.envs.multi_agent import acting_agent, agents_of, shares
 
     observation, info = env.reset(seed=seed, options=options)
     tools = list(info.get("tools") or ())
@@ -73,7 +73,7 @@ def play(env: Any, *, seed: int, options: dict[str, Any], source: TextIO | None 
     interactive = (source or sys.stdin).isatty()
     print(f"\n{HELP}" if interactive else "")
     total = 0.0
-    earned = dict.fromkeys(getattr(env.unwrapped, "agents", ()), 0.0) if acting_agent(env) else {}
+    earned = dict.fromkeys(agents_of(env), 0.0) if acting_agent(env) else {}
     turns = Turns(source or sys.stdin, tools, env, interactive)
     while True:
         action = turns.next(info.get("agent"))
@@ -86,7 +86,7 @@ def play(env: Any, *, seed: int, options: dict[str, Any], source: TextIO | None 
         _, reward, terminated, truncated, info = env.step(action)
         over = terminated or truncated
         total += reward
-        parts = shares(env.unwrapped.agents, reward, info.get("agent_rewards")) if actor else {}
+        parts = shares(agents_of(env), reward, info.get("agent_rewards")) if actor else {}
         for name, share in parts.items():
             earned[name] += share
         print("\n".join(line for line in message_lines(info) if line))

@@ -415,7 +415,7 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
         RuntimeError: The caller is itself a coroutine on that loop and would wait for itself.
     """
     if _background.runs_here():
-        name = coroutine.__qualname__
+        name = getattr(coroutine, "__qualname__", "a coroutine")
         coroutine.close()
         raise RuntimeError(
             f"async code called the blocking form of {name} and would wait for itself: await the async form."

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -85,7 +85,7 @@ def _message_row(message: Mapping[str, Any]) -> dict[str, str | None]:
 
 def _message(row: Mapping[str, Any]) -> Message:
     text = {name: value for name, value in row.items() if name != "more" and value is not None}
-    return Message(**text, **json.loads(row.get("more") or "{}"))
+    return cast(Message, {**text, **json.loads(row.get("more") or "{}")})
 
 
 def from_record(record: Mapping[str, Any], *, segments: bool = True) -> Trajectory:

@@ -127,7 +127,7 @@ class RunDir(Generic[AnyConfig]):
         Raises:
             StorageError: It cannot be written, or another process is using it.
         """
-        path = Path(config.output_dir).absolute()
+        path = Path(str(config.output_dir)).absolute()
         refuse_folders(*(path / name for name in ("config.json", "run.json", "metrics.jsonl", "evaluations.jsonl")))
         return cls(path, config)
 
@@ -157,7 +157,7 @@ class RunDir(Generic[AnyConfig]):
         logged = {line["step"] for line in metrics if _of_evaluation(line)}
         for line in evaluations:
             if line["step"] not in logged:
-                self.log_metrics(line["step"], scalars_of(line))
+                self.log_metrics(int(step), scalars_of(line))
 
     @classmethod
     def reopen(cls, config: AnyConfig) -> RunDir[AnyConfig] | None:
@@ -198,10 +198,10 @@ class RunDir(Generic[AnyConfig]):
         """Write ``config.json``, and into ``run.json`` this start and ``facts``."""
         again = (self.path / "config.json").is_file()
         write_json(self.path / "config.json", self.config.to_dict())
-        earlier = self.description().get("starts")
-        if again and not isinstance(earlier, list):
+        noted = self.description().get("starts")
+        if again and not isinstance(noted, list):
             self.mended.append("run.json was missing or damaged: it is begun anew")
-        earlier = earlier if isinstance(earlier, list) else []
+        earlier: list[Any] = noted if isinstance(noted, list) else []
         start = {
             "time": time.time(),
             "argv": sys.argv[1:],
@@ -269,7 +269,7 @@ class RunDir(Generic[AnyConfig]):
 
         Its scalars follow in ``metrics.jsonl``, at the next start where a kill comes between.
         """
-        line = {"step": int(step), "sets": dict(sets)}
+        line: dict[str, Any] = {"step": int(step), "sets": dict(sets)}
         with contextlib.closing(JsonLines(self.path / "evaluations.jsonl")) as lines:
             lines.append(line)
             lines.sync()

@@ -72,7 +72,8 @@ def new_model(tokenizer: Any, seed: int) -> Any:
 
     torch.manual_seed(seed)
     stop = tokenizer.eos_token_id
-    config = Qwen3Config(**MODEL, eos_token_id=stop, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
+    sizes: dict[str, Any] = MODEL
+    config = Qwen3Config(**sizes, eos_token_id=stop, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
     return Qwen3ForCausalLM(config).float()
 
 
@@ -97,7 +98,8 @@ def loss_of(model: Any, tokens: Any, trained: Any, prefix: Any | None) -> Any:
     if prefix is not None:
         cache = DynamicCache()
         model.model(prefix, past_key_values=cache, use_cache=True)
-        for layer in cache.layers:
+        layers: list[Any] = cache.layers
+        for layer in layers:
             layer.keys = layer.keys.expand(len(tokens), -1, -1, -1)
             layer.values = layer.values.expand(len(tokens), -1, -1, -1)
     hidden = model.model(tokens, past_key_values=cache, use_cache=cache is not None).last_hidden_state
@@ -116,7 +118,8 @@ def train_phase(model: Any, tokenizer: Any, phase: Phase, recipe: Recipe, seed: 
     else:
         source = Demonstrations(tokenizer, seed)
         prefix = torch.tensor([source.system_ids()])
-        batches = (tuple(map(torch.from_numpy, source.batch(phase.batch, phase.habits))) for _ in range(phase.steps))
+        made = (source.batch(phase.batch, phase.habits) for _ in range(phase.steps))
+        batches = ((torch.from_numpy(tokens), torch.from_numpy(trained)) for tokens, trained in made)
     optimizer = torch.optim.AdamW(model.parameters(), lr=phase.lr, betas=recipe.betas, weight_decay=recipe.weight_decay)
     losses: list[float] = []
     begin = time.monotonic()

@@ -107,9 +107,8 @@ def _async_from_blocking(function: Function) -> Function:
     async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         inside = self.unwrapped
         # A wrapper waits for what is inside, which may need its thread for tools.
-        blocking = self is inside or hasattr(
-            written(getattr(type(inside), f"a{function.__name__}", None)), "_made_async"
-        )
+        asynchronous: Any = getattr(type(inside), f"a{function.__name__}", None)
+        blocking = self is inside or hasattr(written(asynchronous), "_made_async")
         run = own_thread(inside).run if blocking else run_blocking
         return await run(function, self, *args, **kwargs)
 

@@ -60,7 +60,7 @@ class Env(gymnasium.Env[str, str]):
     observation_space = _SPACE
     action_space = _SPACE
 
-    splits: ClassVar[tuple[str, ...]] = ("train", "test")
+    splits: tuple[str, ...] = ("train", "test")
     """Names of the task sets ``options["split"]`` may ask for."""
     max_turns: int = 8
     """Model turns after which the episode is truncated with ``stop_reason`` ``max_turns``."""

@@ -131,6 +131,12 @@ def acting_agent(env: gymnasium.Env[Any, Any]) -> str:
     return inside.acting if isinstance(inside, MultiAgentEnv) else ""
 
 
+def agents_of(env: gymnasium.Env[Any, Any]) -> tuple[str, ...]:
+    """Names of the agents that take part; none where one agent plays alone."""
+    inside = env.unwrapped
+    return tuple(inside.agents) if isinstance(inside, MultiAgentEnv) else ()
+
+
 def shares(agents: Iterable[str], reward: float, given: Mapping[str, Any] | None) -> dict[str, float]:
     """What each agent gets of a step: its part of ``info["agent_rewards"]``; without that, the step's reward each.
 

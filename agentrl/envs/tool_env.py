@@ -68,7 +68,7 @@ class ToolEnv(Env):
         '3'
     """
 
-    tools: ClassVar[Sequence[Any]] = ()
+    tools: Sequence[Any] = ()
     """Functions, :class:`Tool` subclasses or instances. Methods marked ``@agentrl.tool`` are added."""
     tasks: Mapping[str, Sequence[Any]] | None = None
     """Rows by split: what :meth:`task` would return. None: :meth:`task` makes them."""

@@ -169,7 +169,7 @@ def _label(name: str, summary: EvalSummary) -> Text:
 
 def _wide_table(sets: dict[str, EvalSummary]) -> Table:
     """Of many sets, a row each; what does not fit is in the summary."""
-    rows: list[list[str | Text]] = [
+    rows: list[list[Any]] = [
         [_label(name, s), *_rate(s.success), _number(s.reward.mean, ".3f"), f"{s.success.n} of {s.planned}"]
         + [str(s.errors), _number(s.turns, ".1f")]
         for name, s in sets.items()

@@ -155,7 +155,7 @@ def _tokens(trajectory: Trajectory, decode: Decode, boundaries: bool) -> Iterato
         if number:
             yield _plain("── the history was rewritten: what follows is a new segment", "bold")
         for ids, trained in runs(segment):
-            text = BOUNDARY.join(decode([i]) for i in ids) if boundaries else decode(ids)
+            text = BOUNDARY.join(decode([i]) for i in ids) if boundaries else decode(ids.tolist())
             yield _block(text, TRAINED if trained else MASKED)
             if trained:
                 yield _turn(trajectory, turn)

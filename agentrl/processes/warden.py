@@ -96,7 +96,8 @@ class Warden:
                 return
             os.environ.pop(SCRATCH_ENV, None)
             self._write(process, {"last_words": ""})
-            process.stdin.close()
+            if process.stdin is not None:
+                process.stdin.close()
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -147,6 +148,7 @@ class Warden:
     @staticmethod
     def _write(process: subprocess.Popen[bytes], message: dict[str, object]) -> None:
         with contextlib.suppress(BrokenPipeError):  # it was killed; the next one is told all
+            assert process.stdin is not None  # it was asked for
             process.stdin.write(json.dumps(message).encode() + b"\n")
 
     def __enter__(self) -> Self:

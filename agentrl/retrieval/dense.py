@@ -122,7 +122,7 @@ def open_dense_index(
 
 def _encode_all(passages: JsonlCorpus, target: Path, encoder: Encoder, prefix: str, batch_size: int) -> None:
     partial = target.with_name(f"{target.name}.tmp-{os.getpid()}")
-    vectors: np.ndarray | None = None
+    vectors: np.memmap | None = None
     try:
         for start in range(0, len(passages), batch_size):
             texts = [

@@ -51,7 +51,7 @@ class LocalRetriever:
     def __init__(self, index: Index) -> None:
         self._index = index
         self.quick = len(index) <= 100_000
-        self.patience = None
+        self.patience: float | None = None
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """At most ``topk`` hits a query, best first."""
@@ -124,7 +124,7 @@ class HttpRetriever:
         Raises:
             InfraError: no usable answer in time; the text says what the last attempt met.
         """
-        payload = {"queries": list(queries), "topk": topk, "return_scores": True}
+        payload: dict[str, Any] = {"queries": list(queries), "topk": topk, "return_scores": True}
         deadline, pause = time.monotonic() + self._wait, self._backoff
         problem = "no connection was free, the server is too slow for so many searches"
         self._of_thread.retries = 0

@@ -83,7 +83,7 @@ class Interpreter:
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
         self.namespace = module.__dict__
-        builtins.exit = builtins.quit = sys.exit  # `site` would define them
+        builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # `site` would define them
 
     def run(self, request: dict) -> dict:
         """One call: ``value`` is the last expression's, ``error`` what was raised, both as text."""
@@ -125,9 +125,11 @@ class Interpreter:
         if len(self.sources) > SOURCES_KEPT:
             del self.sources[next(iter(self.sources))]
         tree = ast.parse(code, name)
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        last = tree.body[-1] if tree.body else None
+        if isinstance(last, ast.Expr):
+            tree.body.pop()
         exec(compile(tree, name, "exec", dont_inherit=True), self.namespace)
-        if last is None:
+        if not isinstance(last, ast.Expr):
             return None
         return eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), self.namespace)
 

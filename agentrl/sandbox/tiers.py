@@ -72,7 +72,7 @@ class Sandbox:
         Args:
             mark: name of the interpreter, unique on this machine.
         """
-        plan = {"uid": None, "folder": None, "open": [], "stop": None, "environment": self.environment(mark)}
+        plan: dict[str, Any] = {"uid": None, "folder": None, "open": [], "stop": None, "environment": self.environment(mark)}
         tiers = {"process": self._process, "bubblewrap": self._bubblewrap, "container": self._container}
         return plan | tiers[self.tier](mark)
 
@@ -174,7 +174,7 @@ class Sandbox:
         }
         if processes is not None:
             kernel["RLIMIT_NPROC"] = processes
-        settings = {"max_output": limits.max_output, "cpu_seconds": limits.cpu_seconds}
+        settings: dict[str, Any] = {"max_output": limits.max_output, "cpu_seconds": limits.cpu_seconds}
         settings |= {"limits": kernel, "more_path": packages}
         return ["-c", Path(driver.__file__).read_text(encoding="utf-8"), json.dumps(settings)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -197,7 +197,7 @@ def held_out_tasks(spec: str, env: Any, *, split: str = "test", limit: int | Non
             "test_fraction=0.1, if `agentrl env show` lists it), evaluate on others (--eval-prompt-data NAME PATH, "
             "--eval-env NAME), or not at all (--eval-interval 0)."
         )
-    chosen = range(available)
+    chosen: Sequence[int] = range(available)
     if limit is not None and limit < available:
         chosen = sorted(np.random.default_rng(_HELD_OUT_ORDER).permutation(available)[:limit].tolist())
     own = env.id_of_task

@@ -13,7 +13,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from agentrl.errors import ConfigError
 
@@ -87,7 +87,7 @@ class ArgumentReader:
             raise InvalidArguments("the arguments contain half of a character (a lone surrogate)") from None
         except (ValueError, TypeError) as error:
             if hasattr(error, "errors"):
-                raise InvalidArguments(_in_words(error, fitted, properties)) from None
+                raise InvalidArguments(_in_words(cast("ValidationError", error), fitted, properties)) from None
             raise InvalidArguments(f"the arguments are no JSON: {shorten(str(error), 200)}") from None
 
     def _check(self, arguments: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from agentrl.tools.arguments import ArgumentReader, InvalidArguments
 from agentrl.tools.schema import describe
@@ -121,9 +121,13 @@ class Tool:
             cls.parameters = texts.parameters
             cls._reader = ArgumentReader(texts.parameters, texts.adapter)
 
-    def __call__(self, **arguments: Any) -> Any:
-        """Does the work; returns text or a :class:`ToolResult`. May be ``async``."""
-        raise NotImplementedError(f"{type(self).__name__} defines no `__call__`.")
+    if TYPE_CHECKING:  # each tool has a signature of its own
+        __call__: Callable[..., Any]
+    else:
+
+        def __call__(self, **arguments: Any) -> Any:
+            """Does the work; returns text or a :class:`ToolResult`. May be ``async``."""
+            raise NotImplementedError(f"{type(self).__name__} defines no `__call__`.")
 
     def read_arguments(self, arguments: Any) -> dict[str, Any]:
         """The arguments of a call, near misses turned into what the signature or the schema asks for.

@@ -135,6 +135,6 @@ def to_openai(tools: Sequence[Any]) -> list[dict[str, Any]]:
     """
     definitions = []
     for entry in tools:
-        tool = entry() if inspect.isclass(entry) else entry
+        tool: Any = entry() if inspect.isclass(entry) else entry
         definitions.append((tool if isinstance(tool, Tool) else FunctionTool(tool)).schema())
     return definitions

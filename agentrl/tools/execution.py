@@ -63,8 +63,8 @@ async def run_calls(
     chains: dict[object, list[int]] = {}
     for index, call in enumerate(calls):
         tool = tools.get(call.name)
-        alone = tool is None or tool.runs_in_parallel
-        chains.setdefault(index if alone else ("owner", id(tool.owner)), []).append(index)
+        key = index if tool is None or tool.runs_in_parallel else ("owner", id(tool.owner))
+        chains.setdefault(key, []).append(index)
 
     async def run_chain(chain: list[int]) -> None:
         over = False

@@ -121,7 +121,7 @@ def _read(hints: dict[str, Any], optional: set[str], name: str) -> tuple[TypeAda
     import typing_extensions
 
     fields = {part: typing_extensions.NotRequired[hint] if part in optional else hint for part, hint in hints.items()}
-    arguments: Any = typing_extensions.TypedDict("Arguments", fields)  # type: ignore[operator]
+    arguments: Any = typing_extensions.TypedDict("Arguments", fields)  # type: ignore[misc]
     arguments.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
     try:
         adapter: TypeAdapter[Any] = pydantic.TypeAdapter(arguments)

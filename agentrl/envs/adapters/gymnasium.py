@@ -262,7 +262,8 @@ def _made(id: str, observation: str, env_args: dict[str, Any]) -> tuple[gymnasiu
         ansi = observation != "text" and "ansi" in _render_modes(spec, env_args)
         if observation == "ansi" and not ansi:
             raise ConfigError(f"gym:{id} has no `ansi` rendering; leave observation at 'auto'.")
-        env = gymnasium.make(known_as, **env_args, **({"render_mode": "ansi"} if ansi else {}))
+        made = env_args | ({"render_mode": "ansi"} if ansi else {})
+        env = gymnasium.make(known_as, **made)
     except (GymnasiumError, ImportError, TypeError) as error:
         raise ConfigError(f"gym:{id} cannot be made: {error}") from error
     if isinstance(env.unwrapped, Env):

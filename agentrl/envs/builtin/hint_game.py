@@ -85,7 +85,8 @@ class HintGameEnv(MultiAgentEnv):
         split = self.split_of(options)
         index = task_index(self, split, options)
         self.things, self.target = make_task(split, index, self.objects)
-        self.round, self.said, self._tries = 1, [], _TRIES
+        self.round, self._tries = 1, _TRIES
+        self.said: list[str] = []
         known, sought = INTERESTS[self.rewards]
         numbered = "\n".join(f"{number}. {' '.join(thing)}" for number, thing in enumerate(self.things, 1))
         self._numbered = f"Objects:\n{numbered}\nHint: "

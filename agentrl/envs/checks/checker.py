@@ -294,7 +294,7 @@ def _check_both_ways_alike(make: Make) -> None:
 
     async def asynchronous() -> list[Any]:
         env = make()
-        out = [copy.deepcopy(await env.areset(seed=11))]
+        out: list[Any] = [copy.deepcopy(await env.areset(seed=11))]
         for action in _some_actions(env, out[0][1]):
             out.append(copy.deepcopy(await env.astep(action)))
             if out[-1][2] or out[-1][3]:

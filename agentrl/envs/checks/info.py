@@ -80,8 +80,8 @@ def _unstorable(value: Any, where: str) -> tuple[str, Any, str] | None:
                 return found
         return None
     if isinstance(value, (list, tuple)):
-        found = (_unstorable(item, f"{where}[{number}]") for number, item in enumerate(value))
-        return next((place for place in found if place is not None), None)
+        places = (_unstorable(item, f"{where}[{number}]") for number, item in enumerate(value))
+        return next((place for place in places if place is not None), None)
     try:
         json.dumps(value, allow_nan=False)
     except ValueError:

@@ -19,7 +19,7 @@ import gymnasium
 import numpy as np
 
 from agentrl.envs.core import Env, task_index
-from agentrl.envs.multi_agent import acting_agent, shares
+from agentrl.envs.multi_agent import acting_agent, agents_of, shares
 from agentrl.envs.tool_env import ToolEnv
 from agentrl.envs.wrappers.base import Start, Transition, Wrapper
 from agentrl.errors import ConfigError, InfraError
@@ -82,7 +82,7 @@ class TruncateToolOutput(Wrapper):
         self.max_chars = _whole("TruncateToolOutput", "max_chars", max_chars, at_least=0)
 
     async def astep(self, action: str) -> Transition:
-        observation, *rest, info = await super().astep(action)
+        observation, reward, terminated, truncated, info = await super().astep(action)
         messages = info["messages"]
         whole = "\n".join(str(message.get("content", "")) for message in messages)
         info["messages"] = [{**m, "content": self._cut(m.get("content", ""))} for m in messages]
@@ -90,7 +90,7 @@ class TruncateToolOutput(Wrapper):
             observation = "\n".join(message["content"] for message in info["messages"])
         else:
             observation = self._cut(observation)
-        return observation, *rest, info
+        return observation, reward, terminated, truncated, info
 
     def _cut(self, text: str) -> str:
         match = self._END.search(text)
@@ -120,12 +120,13 @@ class ObservationHistory(Wrapper):
 
     async def astep(self, action: str) -> Transition:
         actor = acting_agent(self)
-        observation, *rest, info = await super().astep(action)
+        observation, reward, terminated, truncated, info = await super().astep(action)
         turns = self._past.setdefault(actor, deque(maxlen=self.n))
         turns.append(f"[observation]\n{self._last}\n[action]\n{action}\n")
         self._last = observation
         past = "".join(self._past.get(acting_agent(self), ()))
-        return f"{past}[observation]\n{observation}" if past else observation, *rest, info
+        shown = f"{past}[observation]\n{observation}" if past else observation
+        return shown, reward, terminated, truncated, info
 
 
 class ShapeReward(Wrapper):
@@ -167,7 +168,7 @@ class ShapeReward(Wrapper):
         info["rewards"] = rewards
         added = sum(parts.values())
         if actor:
-            each = shares(self.unwrapped.agents, reward, info.get("agent_rewards"))
+            each = shares(agents_of(self), reward, info.get("agent_rewards"))
             info["agent_rewards"] = {**each, actor: each[actor] + added}
         if terminated:
             info.setdefault("success", self._own > 0)
@@ -218,7 +219,7 @@ class RecordEpisodes(Wrapper):
         assert record is not None  # a step without a reset was refused above
         turn = {"role": "assistant", "content": action} | ({"name": actor} if actor else {})
         record["messages"] += [turn, *copy.deepcopy(info["messages"])]
-        agents = self.unwrapped.agents if actor else ()
+        agents = agents_of(self) if actor else ()
         for name, share in shares(agents, reward, info.get("agent_rewards") if actor else None).items():
             record["agent_rewards"][name] = record["agent_rewards"].get(name, 0.0) + share
         record["turn_rewards"].append(reward)

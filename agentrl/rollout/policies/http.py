@@ -237,7 +237,7 @@ class _Connection(asyncio.Protocol):
 
 def _unchunk(data: bytearray, at: int) -> bytes | None:
     """The body of a chunked answer; None while it is incomplete."""
-    parts = []
+    parts: list[bytes] = []
     while True:
         line = data.find(b"\r\n", at)
         if line < 0:

@@ -188,7 +188,8 @@ class ChatTemplate:
             if tools and not self._renderer.shows_tools:
                 self._warn_of_hidden_tools()
             seal = self.encoder.seal_all
-            pairs = itertools.zip_longest(messages, controls, fillvalue=frozenset())
+            owned = itertools.chain(controls, itertools.repeat(frozenset()))
+            pairs = zip(messages, owned, strict=False)
             sealed = joined([seal(plain(message), own) for message, own in pairs], self.encoder.boundary)
             ids = self.encoder.encode(self._renderer.render_conformed(sealed, seal(tools)))
             ids.flags.writeable = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -198,4 +198,4 @@ def _as_sampled(chat: ChatTemplate, said: Message, tools: Any) -> np.ndarray:
 
 
 def _silent(message: Message) -> Message:
-    return Message(**{key: value for key, value in message.items() if key != "reasoning_content"})
+    return cast(Message, {key: value for key, value in message.items() if key != "reasoning_content"})

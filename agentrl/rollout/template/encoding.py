@@ -152,7 +152,7 @@ class ProvenanceTokenizer:
         return np.array(ids, np.int32)
 
     def _encode_piece(self, piece: str) -> list[int]:
-        ids = self._words.encode(piece)
+        ids = self._words.encode(piece) if self._words is not None else None
         if ids is None:
             ids = self._template.encode(piece, add_special_tokens=False).ids
         if len(piece) <= _SHORT and len(self._short) < _KEPT_PIECES:
@@ -165,10 +165,10 @@ class ProvenanceTokenizer:
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """The text of ``ids``, control tokens included."""
-        ids = np.asarray(ids).tolist()
+        listed: list[int] = np.asarray(ids).tolist()
         if self._decoder is not None:
-            return self._decoder.decode(ids)
-        return self._reader.decode(ids, skip_special_tokens=False)
+            return self._decoder.decode(listed)
+        return self._reader.decode(listed, skip_special_tokens=False)
 
     @property
     def vocab_size(self) -> int:
@@ -184,9 +184,12 @@ class ProvenanceTokenizer:
         for index, token in ours.items():
             if token.content in private:
                 continue
-            table[index] = self._reader.token_to_id(token.content)
-            moved |= bool(table[index] != index)
-        self._first_private = min(self._template.token_to_id(p) for p in private)
+            model_id = self._reader.token_to_id(token.content)
+            assert model_id is not None, token.content  # the copy has the model's tokens
+            table[index] = model_id
+            moved |= model_id != index
+        ids = [self._template.token_to_id(p) for p in private]
+        self._first_private = min(index for index in ids if index is not None)
         return table, moved
 
     def _replace_private(self, ids: np.ndarray) -> np.ndarray:

@@ -58,7 +58,7 @@ class WordEncoder:
         if not known or type(tokenizer.model).__name__ != "BPE" or tokenizer.model.dropout:
             return None
         try:
-            encoder = cls(tokenizer, pattern, form)
+            encoder = cls(tokenizer, str(pattern), form)
         except (ImportError, ValueError, re.error):  # a pattern that only the tokenizer's library knows
             return None
         return encoder if all(encoder.encode(t) == _reference(tokenizer, t) for t in _samples()) else None
@@ -68,7 +68,7 @@ class WordEncoder:
         if _CONTROL_CHARACTER.search(text):
             return None
         if self._form is not None and not text.isascii():
-            text = unicodedata.normalize(self._form, text)
+            text = unicodedata.normalize(self._form, text)  # type: ignore[arg-type]
         try:
             return list(chain.from_iterable(map(self._runs.__getitem__, _RUN.findall(text))))
         except KeyError:

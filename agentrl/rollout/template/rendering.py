@@ -197,8 +197,8 @@ class Renderer:
 
 
 def _probe_turns() -> list[dict[str, Any]]:
-    call = {"id": "probe0000", "type": "function"}
-    call["function"] = {"name": "probename", "arguments": {"probekey": "probevalue"}}
+    function = {"name": "probename", "arguments": {"probekey": "probevalue"}}
+    call = {"id": "probe0000", "type": "function", "function": function}
     return [
         {"role": "user", "content": "probe"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -289,7 +289,7 @@ def joined(messages: Sequence[dict[str, Any]], between: str = "") -> list[dict[s
 
 def plain(message: Message) -> dict[str, Any]:
     """A copy with string content and tool-call arguments as a mapping."""
-    copied = dict(message)
+    copied: dict[str, Any] = dict(message)
     copied["content"] = copied.get("content") or ""
     calls = copied.get("tool_calls")
     if calls:

@@ -86,7 +86,7 @@ class Guard:
             AddressRefused: One of them may not be reached; a host with both kinds is no honest one.
             OSError: The name has no address.
         """
-        found = (
+        found: Sequence[str] = (
             await self.resolver(host)  # type: ignore[misc]
             if inspect.iscoroutinefunction(self.resolver)
             else await run_blocking(self.resolver, host)

@@ -145,7 +145,8 @@ class FilesTool(Tool):
             raise JailError(
                 f"{shorten(path, 80)!r} has {len(lines)} lines; start must be from 1 to {max(1, len(lines))}"
             )
-        shown, length = [], 0
+        shown: list[str] = []
+        length = 0
         for line in lines[start - 1 :]:
             if shown and length + len(line) > self.max_read:
                 break

@@ -178,6 +178,7 @@ class Parser(ABC):
             else:
                 said = True
                 read = self._read_calls(text, position, openings[tag], len(calls))
+                assert read is not None  # a tag opened it
                 calls, position = self._noted(read, text, match.start(), content, calls)
         content.append(text[position:])
         if head:

@@ -48,7 +48,8 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, pars
 
 def skip_space(text: str, start: int) -> int:
     """The position of the first character from ``start`` on that is not white space."""
-    return _SPACE.match(text, start).end()
+    space = _SPACE.match(text, start)
+    return space.end() if space else start
 
 
 def read_json(text: str, start: int = 0) -> tuple[Any, int]:

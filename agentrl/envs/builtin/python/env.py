@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from agentrl.envs.builtin.python.problems import KINDS, makers
 from agentrl.envs.core import require_number
@@ -84,7 +85,7 @@ class PythonEnv(ToolEnv):
         else:
             made = makers(chosen_levels(difficulty), _chosen_topics(topics))
             self.tasks = {split: GeneratedTasks("python", made, split, task_seed) for split in self.splits}
-        limits = {"timeout": code_timeout, "memory_mb": memory_mb, "max_output": max_output}
+        limits: dict[str, Any] = {"timeout": code_timeout, "memory_mb": memory_mb, "max_output": max_output}
         self.tools = [PythonTool(packages=packages, image=image, **limits)]
 
     def check_settings(self) -> None:
