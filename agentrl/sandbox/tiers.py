@@ -72,7 +72,8 @@ class Sandbox:
         Args:
             mark: name of the interpreter, unique on this machine.
         """
-        plan: dict[str, Any] = {"uid": None, "folder": None, "open": [], "stop": None, "environment": self.environment(mark)}
+        plan: dict[str, Any] = {"uid": None, "folder": None, "open": [], "stop": None}
+        plan["environment"] = self.environment(mark)
         tiers = {"process": self._process, "bubblewrap": self._bubblewrap, "container": self._container}
         return plan | tiers[self.tier](mark)
 

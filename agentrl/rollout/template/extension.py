@@ -188,7 +188,8 @@ class ExtensionPlanner:
         """(whole rendering, suffix), or None when the template refuses or does not keep what was there."""
         ids = [m["tool_call_id"] for m in new_messages if "tool_call_id" in m]
         # Some templates refuse several calls in a turn, some a system message, some results.
-        choices: list[dict[Any, None]] = [dict.fromkeys(pair) for pair in ((shape.earlier, ()), (shape.system, False), (shape.calls, 0))]
+        pairs = ((shape.earlier, ()), (shape.system, False), (shape.calls, 0))
+        choices: list[dict[Any, None]] = [dict.fromkeys(pair) for pair in pairs]
         for earlier, system, calls in itertools.product(*choices):
             try:
                 return self._locate(shape._replace(system=system, earlier=earlier), calls, ids, new_messages)
