@@ -1,8 +1,8 @@
 """HTTP/1.1 POST over kept-alive connections to one server: what the hot path needs and nothing else.
 
 A general client costs several times the CPU of the exchange itself (aiohttp 0.45 ms where this takes 0.17, on two
-quiet cores), at thousands of requests a second in one process. This one sends JSON to an engine or router of ours and gives
-back status and body. It does not follow redirects, decompress or use proxies.
+quiet cores), at thousands of requests a second in one process. This one sends JSON to an engine or router of ours and
+gives back status and body. It does not follow redirects, decompress or use proxies.
 """
 
 from __future__ import annotations
