@@ -226,3 +226,21 @@ def _entry_points() -> list[importlib.metadata.EntryPoint]:
 
 for _name, _entry_point in BUILT_IN.items():
     _registry[_name] = EnvEntry(_name, _entry_point)
+
+
+def make_env(
+    spec: str, kwargs: dict[str, Any], *, tool_timeout: float | None = None, sandbox: str | None = None
+) -> Any:
+    """The environment that ``spec`` names, with what the command line says about it.
+
+    Raises:
+        ConfigError: ``--tool-timeout`` for an environment that has no tools.
+    """
+    env = make(spec, **kwargs)
+    if tool_timeout is not None:
+        if not hasattr(env.unwrapped, "tool_timeout"):
+            raise ConfigError(f"--tool-timeout {tool_timeout:g}: {spec!r} is no ToolEnv, so it has no such limit")
+        env.unwrapped.tool_timeout = tool_timeout
+    if sandbox is not None and hasattr(env.unwrapped, "sandbox"):
+        env.unwrapped.sandbox = sandbox
+    return env

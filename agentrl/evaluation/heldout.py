@@ -11,11 +11,11 @@ from typing import Any
 
 from agentrl.config.schema import Config, EvalConfig
 from agentrl.envs.builtin.prompt import PromptEnv
+from agentrl.envs.registry import make_env
 from agentrl.envs.tool_env import check_machine
 from agentrl.errors import ConfigError
 from agentrl.evaluation.metrics import EvalSummary, summarize
 from agentrl.rollout.rehearsal import rehearse
-from agentrl.rollout.setup import make_env
 from agentrl.tasks.source import drawn_held_out_task, env_label, held_out_tasks
 from agentrl.types import Task, Trajectory
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import EvalConfig
+from agentrl.engines.options import engine_spec
 from agentrl.engines.world import World
 from agentrl.errors import AgentRLError, CheckpointError
-from agentrl.rollout.setup import engine_spec, open_chat, template_notes
+from agentrl.rollout.options import open_chat, template_notes
 
 if TYPE_CHECKING:
     from agentrl.rollout.policies.openai import ServerChat

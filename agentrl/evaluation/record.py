@@ -13,10 +13,10 @@ from typing import Any
 
 from agentrl.config.schema import EvalConfig
 from agentrl.config.template import template_source, template_variables
+from agentrl.envs.registry import make_env
 from agentrl.errors import ConfigError, DataError
 from agentrl.evaluation.heldout import HeldOutSet
 from agentrl.evaluation.policy import model_folder
-from agentrl.rollout.setup import make_env
 from agentrl.tasks.files import find_files
 from agentrl.types import Task
 

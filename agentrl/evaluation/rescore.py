@@ -28,6 +28,7 @@ from agentrl.config.schema import EvalConfig
 from agentrl.data.files import JsonLines
 from agentrl.data.records import to_record
 from agentrl.data.run_folder import RunDir
+from agentrl.envs.registry import make_env
 from agentrl.envs.tool_env import ToolEnv
 from agentrl.errors import ConfigError, DataError, describe
 from agentrl.evaluation.metrics import EvalSummary, summarize
@@ -38,7 +39,6 @@ from agentrl.progress import Progress, shown
 from agentrl.rewards import load as load_reward
 from agentrl.rewards.number import reward_number
 from agentrl.rollout.episode import entry_point
-from agentrl.rollout.setup import make_env
 from agentrl.tools.arguments import shorten
 from agentrl.types import Message, Outcome, StopReason, Trajectory, replace
 

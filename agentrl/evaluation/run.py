@@ -24,6 +24,7 @@ from agentrl.data.episodes import Episode, by_episode, is_error, is_whole
 from agentrl.data.files import JsonLines, read_jsonl, write_jsonl
 from agentrl.data.records import to_record
 from agentrl.data.run_folder import RunDir
+from agentrl.envs.registry import make_env
 from agentrl.errors import ConfigError, EngineError
 from agentrl.evaluation.heldout import HeldOutSet, held_out_sets, rehearse_set
 from agentrl.evaluation.metrics import summarize
@@ -34,7 +35,7 @@ from agentrl.evaluation.results import SUMMARY, TRAJECTORIES, read_episodes, rea
 from agentrl.processes.signals import cancel_on_signals, write_log_to
 from agentrl.processes.warden import Warden
 from agentrl.progress import Progress, shown
-from agentrl.rollout.setup import episode_limits, eval_params, make_env, scratch
+from agentrl.rollout.options import episode_limits, eval_params
 from agentrl.types import Task, Trajectory, replace
 
 DATE = "chat_template_date"
@@ -84,7 +85,7 @@ def evaluate(cfg: EvalConfig) -> int:
             progress.log(Text(f"warning: {warning}", style="bold red"))
         if session.remaining():
             temporary = stack.enter_context(contextlib.ExitStack())
-            temporary.enter_context(scratch(temporary.enter_context(Warden())))
+            temporary.enter_context(temporary.enter_context(Warden()).scratch())
             session.play()
         return session.end()
 

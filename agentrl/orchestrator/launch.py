@@ -29,7 +29,9 @@ from agentrl.data.export import copy_model
 from agentrl.data.files import FULL, storage_errors
 from agentrl.data.run_folder import RunDir
 from agentrl.engines.engine import engines_ahead
+from agentrl.engines.options import engine_spec
 from agentrl.engines.world import World
+from agentrl.envs.registry import make_env
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError, DataError
 from agentrl.evaluation.heldout import held_out_sets, rehearse_set
 from agentrl.loading import portable, portable_source
@@ -41,7 +43,6 @@ from agentrl.processes.signals import cancel_on_signals, stderr_to, write_log_to
 from agentrl.processes.warden import Warden
 from agentrl.progress import Progress, before_after, clock, episode_panel, shown, when
 from agentrl.rollout.rehearsal import rehearse
-from agentrl.rollout.setup import engine_spec, make_env, scratch
 from agentrl.types import Trajectory
 from agentrl.versions import installed
 
@@ -90,7 +91,7 @@ def train(cfg: Config) -> int:
                 with (
                     Warden(last_words=KILLED.format(logs=shown(run.logs), run=shown(run.path))) as warden,
                     stderr_to(run.logs / "stderr.log"),
-                    scratch(warden) as temp_dir,
+                    warden.scratch() as temp_dir,
                     weights_folder(cfg, run, warden) as weights_dir,
                     start_engines_ahead(cfg, run),
                     Cluster(partial(bundles_of, cfg), namespace=run.path.name, temp_dir=temp_dir) as cluster,

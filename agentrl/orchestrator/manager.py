@@ -21,7 +21,9 @@ from agentrl.config.schema import AlgorithmOptions, Config
 from agentrl.data.account import DataBuffer, load_source
 from agentrl.data.deaths import FailedTasks, failures
 from agentrl.data.store import TrajectoryStore
+from agentrl.engines.options import engine_spec
 from agentrl.engines.world import World
+from agentrl.envs.registry import make_env
 from agentrl.envs.tool_env import check_machine
 from agentrl.errors import AgentRLError
 from agentrl.evaluation.heldout import HeldOutSet, held_out_environments, held_out_sets
@@ -33,16 +35,8 @@ from agentrl.orchestrator.notices import lost_episodes
 from agentrl.orchestrator.tally import Tally
 from agentrl.processes.signals import write_log_to
 from agentrl.rollout.conversation import EpisodeLimits
+from agentrl.rollout.options import episode_limits, eval_params, open_chat, rollout_params, template_notes
 from agentrl.rollout.policies.sglang import EngineClient
-from agentrl.rollout.setup import (
-    engine_spec,
-    episode_limits,
-    eval_params,
-    make_env,
-    open_chat,
-    rollout_params,
-    template_notes,
-)
 from agentrl.rollout.worker import EpisodeRunner
 from agentrl.tasks.source import TaskSource
 from agentrl.types import Group, StopReason, Trajectory

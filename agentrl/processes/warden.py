@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Self
 
 from agentrl.processes.tree import Process, descendants, end_tree, is_running
@@ -106,6 +106,27 @@ class Warden:
         for message in self._messages:  # where it was killed at the very end
             if "temp_dir" in message:
                 remove(str(message["temp_dir"]))
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[str]:
+        """One temporary folder for all that this process and its children put into temporary folders.
+
+        Ray, torch and SGLang each leave something behind in the machine's; here it goes with the run, however
+        the run ends.
+        """
+        folder = tempfile.mkdtemp(prefix="agentrl-")
+        self.add_temp_dir(folder)
+        before = os.environ.get("TMPDIR")
+        os.environ["TMPDIR"], tempfile.tempdir = folder, None
+        try:
+            yield folder
+        finally:
+            tempfile.tempdir = None
+            if before is None:
+                del os.environ["TMPDIR"]
+            else:
+                os.environ["TMPDIR"] = before
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _spawn(self) -> None:
         """A process that knows all that was said so far."""

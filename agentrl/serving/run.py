@@ -24,12 +24,12 @@ from agentrl.config.schema import ServeOptions
 from agentrl.config.template import template_source, template_variables
 from agentrl.data.files import storage_errors
 from agentrl.engines.engine import EngineSpec, available_memory
+from agentrl.engines.options import engine_threads
 from agentrl.engines.world import World
 from agentrl.errors import AgentRLError, ConfigError, EngineError
 from agentrl.processes.server import API_KEY_ENV, new_api_key, port_is_free
 from agentrl.processes.signals import cancel_on_signals, printable, write_log_to
 from agentrl.processes.warden import Warden
-from agentrl.rollout.setup import engine_threads, scratch
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def serve(options: ServeOptions) -> None:
     write_log_to(Path(options.log_dir) / "serve.log" if options.log_dir else None, "warning")
     # A call of a tool that does not exist is the client's to answer; SGLang would drop it.
     os.environ.setdefault("SGLANG_FORWARD_UNKNOWN_TOOLS", "true")
-    with Warden() as warden, scratch(warden):
+    with Warden() as warden, warden.scratch():
         spec = engine_spec(options, model, name)
         try:
             asyncio.run(_serve(options, spec, Served("", name, key, is_new)))

@@ -11,7 +11,7 @@ from agentrl.config.names import ADVICE, IMPLIED, NOT_AVAILABLE, RENAMED
 from agentrl.config.options import options
 from agentrl.config.parse import parse_flags
 from agentrl.errors import ConfigError
-from agentrl.rollout.setup import episode_limits, eval_params, rollout_params
+from agentrl.rollout.options import episode_limits, eval_params, rollout_params
 
 
 def test_everything_wrong_in_itself_is_said_at_once(load, tmp_path):

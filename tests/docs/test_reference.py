@@ -19,13 +19,13 @@ from agentrl.data.account import DataBuffer
 from agentrl.data.run_folder import flatten_summary
 from agentrl.data.store import arrow_schema
 from agentrl.demo import MODEL_DIR
+from agentrl.envs.registry import make_env
 from agentrl.evaluation.heldout import held_out_sets
 from agentrl.evaluation.metrics import summarize
 from agentrl.orchestrator import loop, manager
 from agentrl.orchestrator.metrics import rollout_metrics
 from agentrl.rollout.episode import EpisodeLimits, run_episode
 from agentrl.rollout.policies.scripted import ScriptedClient
-from agentrl.rollout.setup import make_env
 from agentrl.rollout.template.chat import ChatTemplate
 from agentrl.tasks.source import TaskSource
 from agentrl.tools import ToolErrorType

@@ -144,7 +144,7 @@ def test_a_gymnasium_environment_is_won_and_lost(play):
 
 
 def test_a_run_finds_the_tasks_of_a_wrapper(tmp_path):
-    from agentrl.rollout.setup import make_env
+    from agentrl.envs.registry import make_env
     from agentrl.tasks.source import TaskSource, held_out_tasks
 
     (tmp_path / "made.py").write_text(

@@ -9,8 +9,8 @@ from rollout_cases import CALL, TASK, THOUGHT, TOOLS, LookUp
 from agentrl.config import load_config, load_eval_config
 from agentrl.errors import ConfigError, EngineError, EnvError, InfraError, LedgerError
 from agentrl.rollout.episode import EpisodeLimits, run_episode
+from agentrl.rollout.options import episode_limits
 from agentrl.rollout.policies.scripted import ScriptedClient
-from agentrl.rollout.setup import episode_limits
 from agentrl.types import Generation, Outcome, SamplingParams, StopReason
 
 

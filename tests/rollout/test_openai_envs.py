@@ -8,9 +8,9 @@ import pytest
 from fake_openai import FakeOpenAI, call, completion
 
 from agentrl._gymnasium import BUILT_IN
+from agentrl.envs.registry import make_env
 from agentrl.rollout.conversation import EpisodeLimits
 from agentrl.rollout.policies.openai import OpenAIClient, ServerChat
-from agentrl.rollout.setup import make_env
 from agentrl.rollout.worker import EpisodeRunner
 from agentrl.tasks.source import held_out_tasks
 from agentrl.types import Outcome, SamplingParams

@@ -15,7 +15,7 @@ from agentrl.config.schema import Config, EvalConfig
 from agentrl.errors import AgentRLError, ConfigError, EnvError
 from agentrl.evaluation.policy import open_policy
 from agentrl.orchestrator.manager import RolloutManager
-from agentrl.rollout.setup import template_notes
+from agentrl.rollout.options import template_notes
 from agentrl.rollout.template.chat import ChatTemplate
 from agentrl.rollout.template.check import check_template, rendered_turn
 from agentrl.rollout.template.fast_text import byte_alphabet

@@ -17,8 +17,8 @@ import agentrl
 from agentrl.cli.main import main
 from agentrl.config import load_config
 from agentrl.demo import MODEL_DIR
+from agentrl.envs.registry import make_env
 from agentrl.errors import ConfigError
-from agentrl.rollout.setup import make_env
 from agentrl.sandbox import Limits, Sandbox, Session, resolve
 from agentrl.sandbox import tiers as tiers_module
 from agentrl.tools import PythonTool

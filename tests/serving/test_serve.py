@@ -224,10 +224,10 @@ def test_a_server_gives_what_engines_give(served):
     """The same tasks, greedily: by tokens from the engine, and by messages from the very same engine."""
     import asyncio
 
+    from agentrl.envs.registry import make_env
     from agentrl.rollout.conversation import EpisodeLimits
     from agentrl.rollout.policies.openai import OpenAIClient, ServerChat
     from agentrl.rollout.policies.sglang import EngineClient
-    from agentrl.rollout.setup import make_env
     from agentrl.rollout.template.chat import ChatTemplate
     from agentrl.rollout.worker import EpisodeRunner
     from agentrl.tasks.source import held_out_tasks
