@@ -44,8 +44,10 @@ test-heavy: $(STAMP) ## the tests that take minutes
 bench: $(STAMP) ## run the benchmarks and print the table of figures
 	@$(BIN)/python benchmarks/all.py
 
-lint: $(STAMP) ## check style
+lint: $(STAMP) ## check style, types and the Dockerfile
 	@$(BIN)/python -m ruff check agentrl tests benchmarks envs_examples
+	@$(BIN)/python -m mypy
+	@$(BIN)/hadolint Dockerfile
 
 package: $(STAMP) ## build dist/*, check it, and try the wheel in an empty environment
 	@sh requirements/package.sh "$(BIN)/python" dist

@@ -22,7 +22,7 @@ from agentrl.demo import MODEL_DIR
 from agentrl.envs.registry import make_env
 from agentrl.evaluation.heldout import held_out_sets
 from agentrl.evaluation.metrics import summarize
-from agentrl.orchestrator import loop, manager
+from agentrl.orchestrator import engine_service, loop, manager
 from agentrl.orchestrator.metrics import rollout_metrics
 from agentrl.rollout.episode import EpisodeLimits, run_episode
 from agentrl.rollout.policies.scripted import ScriptedClient
@@ -69,7 +69,7 @@ def test_metrics(groups):
     source = inspect.getsource(manager)
     (counters,) = re.findall(r'f"engine/\{k\}".*? for k in \(([^)]*)\)', source)
     managed = {f"engine/{name}" for name in re.findall(r"\w+", counters)}
-    managed |= set(re.findall(r'"((?:engine|sync|time)/\w+)"', source + inspect.getsource(loop)))
+    managed |= set(re.findall(r'"((?:engine|sync|time)/\w+)"', source + inspect.getsource(loop) + inspect.getsource(engine_service)))
     managed |= {f"data/{name}" for name in DataBuffer(TaskSource("env", None)).counts}
     episodes = [t for group in groups for t in group.trajectories]
     evaluated = set(flatten_summary("<set>", summarize("<set>", "test", episodes, 1.0).to_dict()))
