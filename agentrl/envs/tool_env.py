@@ -10,9 +10,10 @@ import re
 import types
 import typing
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import gymnasium
 import numpy as np
 
 from agentrl.concurrency.event_loop import attend
@@ -148,7 +149,7 @@ class ToolEnv(Env):
     def listed_tools(self) -> list[Any]:
         """What :meth:`make_tools` makes the tools of, as the author wrote it."""
         self._check_lists()
-        return [*self.tools, *_method_tools(type(self))]
+        return [*self.tools, *_method_tools(type(self).__mro__)]
 
     def follows_template(self) -> bool:
         """Whether it has tools and leaves the form of calls to the model's chat template."""
@@ -191,12 +192,12 @@ class ToolEnv(Env):
         """Of a listed row its ``task_id``, else the hash of its content; None for rows that are made by number."""
         rows = self.tasks[split] if self.tasks is not None else None
         listed = isinstance(rows, (list, tuple)) or getattr(rows, "listed", False)
-        return row_id(rows[index]) if listed else None
+        return row_id(rows[index]) if rows is not None and listed else None
 
     def make_tools(self) -> list[Tool]:
         """The tools of one episode: fresh copies of ``tools``, then the methods marked as tools."""
         tools = [self._own(entry) for entry in self.tools]
-        return tools + [method.bind(self) for method in _method_tools(type(self))]
+        return tools + [method.bind(self) for method in _method_tools(type(self).__mro__)]
 
     def _own(self, entry: Any) -> Tool:
         """The instance of an entry of ``tools`` for this episode; :meth:`areset` starts it, if nothing has."""
@@ -236,7 +237,7 @@ class ToolEnv(Env):
         self._calls: list[dict[str, Any]] = []
         self._total = 0.0
         messages = self.first_messages(self.row)
-        named = self.row.get("task_id") or (self.id_of_task(split, index) if given is None else None)
+        named = self.row.get("task_id") or (self.id_of_task(split, index) if isinstance(index, int) else None)
         info: dict[str, Any] = {"task_id": str(named or f"{split}/{index}"), "messages": messages}
         if self.row.get("category") is not None:  # null in a table, where other rows have one
             info["category"] = str(self.row["category"])
@@ -250,7 +251,7 @@ class ToolEnv(Env):
         """The row of a task, as a dict with ``prompt``. ``given``: the task itself, of ``options["row"]``."""
         name = type(self).__name__
         where = f"what {name}.task returned"
-        if given is not None:
+        if isinstance(index, str):
             made = given
         elif self.tasks is not None:
             made, where = self.tasks[split][index], f"{name}.tasks[{split!r}][{index}]"
@@ -477,7 +478,7 @@ class ToolEnv(Env):
         )
 
 
-def check_machine(env: Any) -> None:
+def check_machine(env: gymnasium.Env[Any, Any]) -> None:
     """Raises ConfigError where this machine lacks what a tool of ``env`` needs; nothing else of it is run."""
     if isinstance(env.unwrapped, ToolEnv):
         for entry in env.unwrapped.tools:
@@ -505,9 +506,9 @@ def _function_tool(function: Any) -> FunctionTool:
 
 
 @functools.lru_cache(maxsize=256)
-def _method_tools(cls: type) -> tuple[FunctionTool, ...]:
+def _method_tools(mro: tuple[type, ...]) -> tuple[FunctionTool, ...]:
     found: dict[str, FunctionTool] = {}
-    for owner in reversed(cls.__mro__):
+    for owner in reversed(mro):
         for name, value in vars(owner).items():
             if isinstance(value, FunctionTool) and value.is_method:
                 found[name] = value
@@ -540,7 +541,7 @@ def _is_method(function: types.FunctionType, owner: type) -> bool:
 def _may_reward(tool: Any) -> bool:
     """Whether a tool could return a :class:`ToolResult`; only a declared plain type says that it does not."""
     if isinstance(tool, FunctionTool):
-        function = tool.function
+        function: Callable[..., Any] = tool.function
     elif inspect.isfunction(tool) or inspect.ismethod(tool):
         function = tool
     else:

@@ -137,7 +137,7 @@ def _environments(cfg: Config | EvalConfig, split: str) -> list[_Wanted]:
     wanted = []
     if not several and cfg.eval_own_split and (cfg.env or cfg.prompt_data):
         spec, kwargs = cfg.env_spec()
-        label = env_label(spec if cfg.env else cfg.prompt_data)
+        label = env_label(spec if cfg.env or not cfg.prompt_data else cfg.prompt_data)
         wanted.append(_Wanted(label, split, spec, kwargs, optional=bool(cfg.eval_prompt_data or others)))
     names = [env_label(spec) for spec in others]
     named = [*names, *(name for name, _ in cfg.eval_prompt_data)]

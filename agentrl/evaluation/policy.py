@@ -8,22 +8,18 @@ import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic
 
 from agentrl.config.schema import EvalConfig
 from agentrl.engines.options import engine_spec
 from agentrl.engines.world import World
 from agentrl.errors import AgentRLError, CheckpointError
+from agentrl.rollout.conversation import Chat, Client
 from agentrl.rollout.options import open_chat, template_notes
-
-if TYPE_CHECKING:
-    from agentrl.rollout.policies.openai import ServerChat
-    from agentrl.rollout.policies.sglang import PolicyClient
-    from agentrl.rollout.template.chat import ChatTemplate
 
 
 @dataclass(frozen=True)
-class Policy:
+class Policy(Generic[Client]):
     """What episodes are played with.
 
     ``broken`` says why no answer can be expected any more, ``trouble`` why the last attempt got none; or None.
@@ -31,8 +27,8 @@ class Policy:
     from the start.
     """
 
-    client: PolicyClient
-    chat: ChatTemplate | ServerChat
+    client: Client
+    chat: Chat[Client]
     broken: Callable[[], str | None] = lambda: None
     trouble: Callable[[], str | None] = lambda: None
     notes: list[str] = field(default_factory=list)
@@ -116,8 +112,8 @@ async def open_policy(
     if model is None:
         from agentrl.rollout.policies.openai import open_server
 
-        async with open_server(cfg) as (client, chat):
-            yield Policy(client, chat, broken=client.broken, trouble=lambda: client.trouble, notes=client.notes)
+        async with open_server(cfg) as (server, its_chat):
+            yield Policy(server, its_chat, broken=server.broken, trouble=lambda: server.trouble, notes=server.notes)
         return
     from agentrl.engines.pool import EnginePool
     from agentrl.rollout.policies.sglang import EngineClient

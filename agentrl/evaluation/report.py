@@ -205,5 +205,5 @@ def _main_table(sets: dict[str, EvalSummary]) -> Table:
         "seconds per episode": [_number(s.episode_seconds, ".1f") for s in all_sets],
         "wall time, s": [_number(s.seconds, ".0f") for s in all_sets],
     }
-    columns = ["", *(_label(name, s) for name, s in sets.items())]
+    columns: list[str | Text] = ["", *(_label(name, s) for name, s in sets.items())]
     return _table(_title(sets), columns, ([label, *cells] for label, cells in rows.items()))

@@ -28,8 +28,10 @@ from agentrl.config.schema import EvalConfig
 from agentrl.data.files import JsonLines
 from agentrl.data.records import to_record
 from agentrl.data.run_folder import RunDir
+from agentrl.envs.core import Env
 from agentrl.envs.registry import make_env
 from agentrl.envs.tool_env import ToolEnv
+from agentrl.envs.wrappers.base import Wrapper
 from agentrl.errors import ConfigError, DataError, describe
 from agentrl.evaluation.metrics import EvalSummary, summarize
 from agentrl.evaluation.report import Report
@@ -164,7 +166,7 @@ async def _rescore_set(
     return results, kept
 
 
-def _environment(spec: str, kwargs: dict[str, Any], cfg: EvalConfig) -> Any:
+def _environment(spec: str, kwargs: dict[str, Any], cfg: EvalConfig) -> Env | Wrapper:
     """The environment of a set, with ``--custom-rm-path`` in the place of its own reward."""
     env = make_env(spec, kwargs, sandbox=cfg.sandbox)
     if (reward := cfg.custom_rm_path) is not None:
@@ -177,7 +179,7 @@ def _environment(spec: str, kwargs: dict[str, Any], cfg: EvalConfig) -> Any:
     return env
 
 
-async def rescored(env: Any, trajectory: Trajectory) -> Trajectory:
+async def rescored(env: Env | Wrapper, trajectory: Trajectory) -> Trajectory:
     """A copy of ``trajectory`` with the rewards that ``env`` gives now.
 
     Raises:
@@ -188,7 +190,7 @@ async def rescored(env: Any, trajectory: Trajectory) -> Trajectory:
     options = {"split": trajectory.task.split, **trajectory.task.options}
     call_format = getattr(env.unwrapped, "call_format", "none")
     if call_format != "none" and not call_format.startswith("tags"):
-        env.unwrapped.call_format = "hermes"  # in which the record's calls are given back
+        env.call_format = "hermes"  # in which the record's calls are given back
     observation, info = await entry_point(env, "reset")(seed=trajectory.task.seed, options=options)
     opening = info.get("messages") or [Message(role="user", content=observation)]
     if env is env.unwrapped and isinstance(env, ToolEnv) and not _takes_turns_itself(env):
@@ -226,7 +228,7 @@ def _add(parts: dict[str, float], *further: Mapping[str, Any]) -> None:
             parts[name] = parts.get(name, 0.0) + reward_number(value, f"the reward {name!r}")
 
 
-async def _replayed(env: Any, trajectory: Trajectory, opening: Sequence[Message]) -> Trajectory:
+async def _replayed(env: Env | Wrapper, trajectory: Trajectory, opening: Sequence[Message]) -> Trajectory:
     """By going through the turns again; the environment must answer as it did."""
     recorded = list(trajectory.messages)
     if _words(recorded[: len(opening)]) != _words(opening):

@@ -33,8 +33,11 @@ class Retriever(Protocol):
 
     quick: bool
     """Whether a search is so short (under a millisecond) that it may run on an event loop."""
-    patience: float | None
-    """Seconds after which a search that has not returned has raised; None where nothing is waited for."""
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds after which a search that has not returned has raised; None where nothing is waited for."""
+        ...
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """At most ``topk`` hits a query, best first.

@@ -9,7 +9,7 @@ from typing import Any
 
 from agentrl.config.template import checked_variables
 from agentrl.errors import ConfigError, EnvError
-from agentrl.rollout.conversation import AUTHOR_ROLES, Conversation
+from agentrl.rollout.conversation import AUTHOR_ROLES, Dialogue
 from agentrl.types import Message
 
 SOLE_AGENT = "agent"
@@ -49,7 +49,7 @@ class Agent:
     """An agent's conversation, what it did and what it earned."""
 
     name: str
-    conversation: Conversation
+    conversation: Dialogue
     opening: Opening | None = None  # until the conversation is open
     turn_rewards: list[float] = field(default_factory=list)  # one entry a turn of this agent
     tool_calls: list[dict[str, Any]] = field(default_factory=list)

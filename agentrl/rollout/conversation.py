@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -69,6 +69,58 @@ class Turn:
     finish_reason: str
     tokens: np.ndarray  # int32 [n]
     cut_short: StopReason | None = None  # the budget that ended it before the model did
+
+
+class Dialogue(Protocol):
+    """What an episode needs of a :class:`Conversation`, or of what stands in its place."""
+
+    messages: list[Message]
+    turns: list[dict[str, Any]]
+    last_turn: Turn | None
+    engine_seconds: float
+    encode_seconds: float
+
+    @property
+    def num_turns(self) -> int: ...
+
+    def segments(self) -> list[Segment]: ...
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]] | None = None,
+        stop: Sequence[str] = (),
+        *,
+        raw: str | None = None,
+        authored: int | None = None,
+        trusted_roles: Collection[str] = AUTHOR_ROLES,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None: ...
+
+    async def generate(self) -> Turn: ...
+
+    def observe(self, messages: Sequence[Message]) -> None: ...
+
+
+Client = TypeVar("Client", contravariant=True)
+
+
+class Chat(Protocol[Client]):
+    """What conversations with a kind of client are opened by: a chat template, or the server that has its own."""
+
+    @property
+    def call_format(self) -> str: ...
+
+    def conversation(
+        self,
+        *,
+        client: Client,
+        parser: Parser,
+        params: SamplingParams,
+        limits: EpisodeLimits,
+        routing_key: str,
+        name: str,
+    ) -> Dialogue: ...
 
 
 class Conversation:

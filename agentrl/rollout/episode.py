@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Generic
+
+import gymnasium
 
 from agentrl.concurrency.event_loop import attend
 from agentrl.concurrency.threads import await_user_code, own_thread
@@ -18,10 +20,8 @@ from agentrl.envs.multi_agent import shares
 from agentrl.errors import ConfigError, EnvError, InfraError, LedgerError, describe
 from agentrl.rewards.number import reward_number
 from agentrl.rollout.agent import SOLE_AGENT, Agent, Opening
-from agentrl.rollout.conversation import Conversation, EpisodeEnd, EpisodeLimits, Turn
+from agentrl.rollout.conversation import Chat, Client, Dialogue, EpisodeEnd, EpisodeLimits, Turn
 from agentrl.rollout.generate_hook import GenerateContext, GenerateFunction
-from agentrl.rollout.policies.sglang import PolicyClient
-from agentrl.rollout.template.chat import ChatTemplate
 from agentrl.tools.formats import get_parser
 from agentrl.types import Message, Outcome, SamplingParams, StopReason, Task, Trajectory
 
@@ -34,7 +34,7 @@ _STEP_KEYS = frozenset(
 _BUDGETS = frozenset({StopReason.MAX_TOKENS, StopReason.MAX_CONTEXT, StopReason.MAX_TOOL_OUTPUT, StopReason.MAX_TURNS})
 
 
-async def run_episode(env: Any, task: Task, **options: Any) -> Trajectory:
+async def run_episode(env: gymnasium.Env[Any, Any], task: Task, **options: Any) -> Trajectory:
     """:func:`play_episode` for an environment of one agent, whose trajectory it gives."""
     trajectories = await play_episode(env, task, **options)
     if len(trajectories) != 1:
@@ -44,11 +44,11 @@ async def run_episode(env: Any, task: Task, **options: Any) -> Trajectory:
 
 
 async def play_episode(
-    env: Any,
+    env: gymnasium.Env[Any, Any],
     task: Task,
     *,
-    client: PolicyClient,
-    chat: ChatTemplate,
+    client: Client,
+    chat: Chat[Client],
     params: SamplingParams,
     limits: EpisodeLimits,
     trajectory_id: str,
@@ -87,7 +87,7 @@ async def play_episode(
     return episode.trajectories(group_id, reason, error, retryable)
 
 
-def entry_point(env: Any, name: str) -> Callable[..., Awaitable[Any]]:
+def entry_point(env: gymnasium.Env[Any, Any], name: str) -> Callable[..., Awaitable[Any]]:
     """``env.areset`` or ``env.astep``; of an environment without it the blocking one, always in the same thread."""
     coroutine_function = getattr(env, f"a{name}", None)
     if coroutine_function is not None:
@@ -99,18 +99,18 @@ def entry_point(env: Any, name: str) -> Callable[..., Awaitable[Any]]:
     return in_thread
 
 
-class Episode:
+class Episode(Generic[Client]):
     """State of one episode; what the loop and custom generate functions share."""
 
-    conversation: Conversation
+    conversation: Dialogue
     """That of the agent whose turn it is."""
 
     def __init__(
         self,
-        env: Any,
+        env: gymnasium.Env[Any, Any],
         task: Task,
-        client: PolicyClient,
-        chat: ChatTemplate,
+        client: Client,
+        chat: Chat[Client],
         params: SamplingParams,
         limits: EpisodeLimits,
         trajectory_id: str,
@@ -135,7 +135,7 @@ class Episode:
         self._several = False
         self._give_turn(agent)
 
-    def _conversation(self, routing_key: str) -> Conversation:
+    def _conversation(self, routing_key: str) -> Dialogue:
         return self._chat.conversation(
             client=self._client,
             parser=self._parser,

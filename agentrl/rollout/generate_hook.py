@@ -29,7 +29,7 @@ Example, the environment's own turns with a reminder before each::
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ConfigError
@@ -41,7 +41,7 @@ from agentrl.types import Message, Task
 if TYPE_CHECKING:
     from agentrl.rollout.episode import Episode
 
-GenerateFunction = Callable[["GenerateContext"], Awaitable[float | None]]
+GenerateFunction = Callable[["GenerateContext"], Coroutine[Any, Any, float | None]]
 
 
 class GenerateContext:

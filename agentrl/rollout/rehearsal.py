@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import gymnasium
 import numpy as np
 
 from agentrl.concurrency.threads import run_blocking
@@ -75,13 +76,13 @@ async def _rehearse(make_env: Callable[[], Any], tasks: Sequence[Task], generate
         await _close(env)
 
 
-def _first_split(env: Any) -> str:
+def _first_split(env: gymnasium.Env[Any, Any]) -> str:
     splits = getattr(env, "splits", None) or ("train",)
     count = getattr(env, "num_tasks", lambda split: None)
     return next((split for split in splits if count(split) != 0), splits[0])
 
 
-async def _close(env: Any) -> None:
+async def _close(env: gymnasium.Env[Any, Any]) -> None:
     try:
         async with asyncio.timeout(SECONDS):
             await (env.aclose() if hasattr(env, "aclose") else run_blocking(env.close))

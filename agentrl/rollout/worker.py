@@ -11,18 +11,17 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
+import gymnasium
 import numpy as np
 
 from agentrl.concurrency.threads import OwnThread, belongs_to, own_thread, release_thread
 from agentrl.errors import ConfigError, describe
-from agentrl.rollout.conversation import EpisodeLimits
+from agentrl.rollout.conversation import Chat, Client, EpisodeLimits
 from agentrl.rollout.episode import play_episode
 from agentrl.rollout.generate_hook import GenerateFunction, load_generate_function
-from agentrl.rollout.policies.sglang import PolicyClient
 from agentrl.rollout.sampling import check_sampling
-from agentrl.rollout.template.chat import ChatTemplate
 from agentrl.types import Group, Outcome, SamplingParams, StopReason, Task, Trajectory
 
 log = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ class RunnerCounters:
     encode_seconds: float = 0.0
 
 
-class EpisodeRunner:
+class EpisodeRunner(Generic[Client]):
     """Plays episodes of one environment with one policy.
 
     Args:
@@ -57,8 +56,8 @@ class EpisodeRunner:
     def __init__(
         self,
         make_env: Callable[[], Any],
-        client: PolicyClient,
-        chat: ChatTemplate,
+        client: Client,
+        chat: Chat[Client],
         params: SamplingParams,
         limits: EpisodeLimits,
         concurrency: int,
@@ -188,7 +187,7 @@ class EpisodeRunner:
         self.counters.envs_made += 1
         return env
 
-    async def _close_env(self, env: Any) -> None:
+    async def _close_env(self, env: gymnasium.Env[Any, Any]) -> None:
         """Close, in a thread if it blocks; what goes wrong is logged, since nothing depends on it any more."""
         close, blocking_close = getattr(env, "aclose", None), getattr(env, "close", None)
         try:

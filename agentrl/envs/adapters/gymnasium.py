@@ -290,7 +290,7 @@ def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"GymEnv: {name} is {value!r}; expected one of {', '.join(allowed)}.")
 
 
-def _about(env: Any) -> str:
+def _about(env: gymnasium.Env[Any, Any]) -> str:
     """The first sentences of the environment's docstring that are not a heading, without links."""
     text = inspect.cleandoc(type(env).__doc__ or "")
     for paragraph in re.split(r"\n\s*\n", text):

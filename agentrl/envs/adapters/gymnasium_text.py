@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import gymnasium
 import numpy as np
 from gymnasium import spaces
 
@@ -55,7 +56,7 @@ class ActionError(ValueError):
     """A text names no action of the space; the message tells the model why."""
 
 
-def names_of_actions(env: Any, name: str) -> tuple[str, ...] | None:
+def names_of_actions(env: gymnasium.Env[Any, Any], name: str) -> tuple[str, ...] | None:
     """Names of a discrete environment's actions, where it or Gymnasium's documentation says them.
 
     Args:

@@ -59,8 +59,8 @@ class PromptEnv(ToolEnv):
         cache_dir: str | None = None,
     ) -> None:
         super().__init__()
-        remote = reward == "remote_rm" and rm_url is not None
-        self.reward = rewards.RemoteReward(rm_url) if remote else rewards.resolve(reward)
+        remote = reward == "remote_rm"
+        self.reward = rewards.RemoteReward(rm_url) if remote and rm_url is not None else rewards.resolve(reward)
         columns = Columns(input_key, label_key, metadata_key, ("category",), rewards.compares(self.reward))
         loaded = open_rows(path, columns, seed=data_seed, streaming=streaming, workers=workers, cache_dir=cache_dir)
         if not apply_chat_template and loaded.chats:

@@ -220,7 +220,7 @@ def _noting(check: Callable[[Make], str | None], make: Make) -> str | None:
     return check(lambda: _noted(make()))
 
 
-def _noted(env: Any) -> Any:
+def _noted(env: Env | Wrapper) -> Env | Wrapper:
     inside = env.unwrapped
     for name in ("reset", "step", "areset", "astep"):
         vars(inside)[name] = _noting_calls(getattr(inside, name), name)
@@ -416,16 +416,16 @@ CHECKS = (
 # -- parts of them ----------------------------------------------------------------------------------
 
 
-def _actions(env: Any, info: dict[str, Any], rng: np.random.Generator) -> list[str]:
+def _actions(env: Env | Wrapper, info: dict[str, Any], rng: np.random.Generator) -> list[str]:
     """Actions that make sense first, since others may end the episode."""
     return [*env.example_actions, *fuzz_actions(info.get("tools") or (), env.call_format, rng)]
 
 
-def _some_actions(env: Any, info: dict[str, Any]) -> list[str]:
+def _some_actions(env: Env | Wrapper, info: dict[str, Any]) -> list[str]:
     return [*_actions(env, info, np.random.default_rng(1))[: TURNS - 1], "an answer"]
 
 
-def _episode(env: Any, seed: int, *, close: bool = True) -> list[Any]:
+def _episode(env: Env | Wrapper, seed: int, *, close: bool = True) -> list[Any]:
     out: list[Any] = [copy.deepcopy(env.reset(seed=seed))]
     for action in _some_actions(env, out[0][1]):
         out.append(copy.deepcopy(_checked_step(env, action)))
@@ -436,7 +436,7 @@ def _episode(env: Any, seed: int, *, close: bool = True) -> list[Any]:
     return out
 
 
-def _checked_step(env: Any, action: str) -> Any:
+def _checked_step(env: Env | Wrapper, action: str) -> Any:
     """A step whose form, messages and ``info`` are as promised; ``Env`` itself checks types and rewards."""
     result = env.step(action)
     info = result[4]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 from gymnasium.error import ResetNeeded
@@ -86,11 +86,11 @@ class Wrapper(gymnasium.Wrapper[str, str, str, str], RecordConstructorArgs):
     @property
     def call_format(self) -> str:
         """How the model writes tool calls."""
-        return self.unwrapped.call_format
+        return cast(Env, self.unwrapped).call_format
 
     @call_format.setter
     def call_format(self, value: str) -> None:
-        self.unwrapped.call_format = value
+        cast(Env, self.unwrapped).call_format = value
 
     # -- what authors override ---------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ import numpy as np
 from agentrl.chat_api.client import OpenAIClient
 from agentrl.chat_api.refusals import ContextOverflow
 from agentrl.chat_api.reply import Reply, ServerCall
+from agentrl.config.schema import EvalConfig
 from agentrl.config.template import template_variables
 from agentrl.errors import ConfigError, EngineError
 from agentrl.rollout.conversation import EpisodeEnd, EpisodeLimits, Turn
@@ -46,7 +47,7 @@ _NO_TOKENS = np.zeros(0, np.int32)
 
 
 @asynccontextmanager
-async def open_server(cfg: Any) -> AsyncIterator[tuple[OpenAIClient, ServerChat]]:
+async def open_server(cfg: EvalConfig) -> AsyncIterator[tuple[OpenAIClient, ServerChat]]:
     """The policy behind ``--base-url``: what an episode needs as client and chat.
 
     Args:
@@ -61,7 +62,7 @@ async def open_server(cfg: Any) -> AsyncIterator[tuple[OpenAIClient, ServerChat]
         yield client, ServerChat(seed=cfg.seed, variables=template_variables(cfg))
 
 
-def served_model(cfg: Any) -> str:
+def served_model(cfg: EvalConfig) -> str:
     """The model that ``cfg`` means: the one it names, or the only one that the server lists. First contact with it.
 
     Raises: what :func:`open_server` raises.
@@ -74,9 +75,9 @@ def served_model(cfg: Any) -> str:
     return asyncio.run(ask())
 
 
-def _client(cfg: Any) -> OpenAIClient:
+def _client(cfg: EvalConfig) -> OpenAIClient:
     return OpenAIClient(
-        cfg.base_url,
+        str(cfg.base_url),
         api_key=os.environ.get(cfg.api_key_env) if cfg.api_key_env else None,
         api_key_env=cfg.api_key_env or "",
         max_concurrency=cfg.rollout_concurrency,

@@ -76,7 +76,7 @@ class Renderer:
             return self._template.get("tool_use") or self._template["default"]
         return self._template or ""
 
-    def render(self, messages: Sequence[dict[str, Any]], tools: Tools = None, *, generation: bool = True) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools = None, *, generation: bool = True) -> str:
         """The conversation as text.
 
         Raises:
@@ -115,7 +115,7 @@ class Renderer:
         assert refused is not None  # the messages as they are were tried
         raise refused
 
-    def _dressed(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _dressed(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """The message in the form that the template takes."""
         if message.get("tool_calls"):
             message = _in_form(message, self.call_form)
@@ -163,14 +163,14 @@ class Renderer:
         except EnvError:
             return True  # it looks at them, and wants more than this
 
-    def _try(self, messages: Sequence[dict[str, Any]], tools: Tools) -> str:
+    def _try(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> str:
         """The rendering; empty when the template refuses."""
         try:
             return self._run(messages, tools, True)
         except EnvError:
             return ""
 
-    def _run(self, messages: Sequence[dict[str, Any]], tools: Tools, generation: bool) -> str:
+    def _run(self, messages: Sequence[Mapping[str, Any]], tools: Tools, generation: bool) -> str:
         from jinja2 import TemplateError
 
         if not self._template:
@@ -206,7 +206,7 @@ def _probe_turns() -> list[dict[str, Any]]:
     ]
 
 
-def _in_form(message: dict[str, Any], form: CallForm) -> dict[str, Any]:
+def _in_form(message: Mapping[str, Any], form: CallForm) -> Mapping[str, Any]:
     if not message.get("tool_calls"):
         return message
     calls = message["tool_calls"]

@@ -77,7 +77,7 @@ class Guard:
 
     def __init__(self, allowed: Iterable[str] = (), resolver: Resolver | None = None) -> None:
         self.allowed = tuple(ipaddress.ip_network(network) for network in allowed)
-        self.resolver = resolver or resolve
+        self.resolver: Callable[[str], Any] = resolver or resolve
 
     async def addresses(self, host: str) -> list[str]:
         """The addresses of a host, every one of them checked.
@@ -87,7 +87,7 @@ class Guard:
             OSError: The name has no address.
         """
         found: Sequence[str] = (
-            await self.resolver(host)  # type: ignore[misc]
+            await self.resolver(host)
             if inspect.iscoroutinefunction(self.resolver)
             else await run_blocking(self.resolver, host)
         )

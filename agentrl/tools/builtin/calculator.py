@@ -115,7 +115,7 @@ def _as_python(text: str) -> str:
 def _value(node: ast.AST) -> Number:
     """The value of a part of an expression; whatever is no arithmetic is refused."""
     match node:
-        case ast.Constant(value=number) if type(number) in (int, float):
+        case ast.Constant(value=int() | float() as number) if type(number) in (int, float):
             value: Number = Fraction(repr(number)) if math.isfinite(number) else number
         case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
             value = -_value(operand) if isinstance(sign, ast.USub) else _value(operand)

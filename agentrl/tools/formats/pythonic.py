@@ -140,9 +140,10 @@ def _literal(node: ast.expr) -> Any:
     if isinstance(node, ast.List | ast.Tuple):
         return [_literal(item) for item in node.elts]
     if isinstance(node, ast.Dict):
-        if not all(isinstance(key, ast.Constant) for key in node.keys):
+        keys = [key for key in node.keys if isinstance(key, ast.Constant)]
+        if len(keys) < len(node.keys):
             raise Malformed("the keys of a dict must be literals")
-        pairs = [(str(_literal(key)), _literal(value)) for key, value in zip(node.keys, node.values, strict=True)]
+        pairs = [(str(_literal(key)), _literal(value)) for key, value in zip(keys, node.values, strict=True)]
         if len({key for key, _ in pairs}) < len(pairs):
             raise Malformed("a dict has a key twice")
         return dict(pairs)
