@@ -47,7 +47,7 @@ class Algorithm:
     terms: ClassVar[tuple[str, ...]] = ("clipped_surrogate", "kl", "entropy")
     """Loss terms, by the name of a function in :mod:`agentrl.trainer.losses` or of a method of this class with the
     same arguments."""
-    aggregation: ClassVar[str | Callable[[np.ndarray], np.ndarray]] = "token_mean"
+    aggregation: str | Callable[[np.ndarray], np.ndarray] = "token_mean"
     """How the terms of tokens become one number, see :mod:`agentrl.algorithms.aggregation`."""
     sequence_ratio: ClassVar[bool] = False
     """The probability ratio is that of the whole trajectory, see :meth:`log_ratio`."""

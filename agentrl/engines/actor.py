@@ -114,7 +114,7 @@ class RayEngine:
                 await self.call("stop")
         except (EngineError, TimeoutError):
             pass
-        ray.kill(self._handle, no_restart=True)
+        ray.kill(self._handle, no_restart=True)  # type: ignore[arg-type]  # Ray says handle or class
 
 
 @dataclass

@@ -86,11 +86,12 @@ class PlannedAttention:
 
     def attend(self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float | None) -> Tensor:
         """See :func:`attend`."""
+        assert self._plan is not None
         return attend(query, output, k_cache, v_cache, self._plan, scale)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Forget the last batch."""
-        super().init_forward_metadata(forward_batch)
+        super().init_forward_metadata(forward_batch)  # type: ignore[misc]  # of the class it is mixed into
         self._plan = None
 
     def _run_sdpa_forward_decode(

@@ -196,7 +196,7 @@ def _attention_is_invariant(groups: int, shared: int, dim: int, value_dim: int) 
 # Sampling.
 
 
-def sample_probabilities(probs: Tensor, sampling_seed: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+def sample_probabilities(probs: Tensor, sampling_seed: Tensor, positions: Tensor) -> Tensor:
     """In the place of SGLang's ``sampling_from_probs_torch``: int32 ``[n]`` from ``probs`` ``[n, vocabulary]``."""
     return draw(probs, sampling_seed, positions).view(-1).to(torch.int32)
 

@@ -13,6 +13,7 @@ ends, or that does not answer, is taken out of the router at once and replaced.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import time
@@ -101,8 +102,8 @@ class EnginePool:
         self._log_dir = None if log_dir is None else os.fspath(log_dir)
         self._ray_options = ray_options
         self._engine_key = new_api_key()
-        self._router_arguments = {"policy": policy, "log_dir": self._log_dir}
-        self._router = RouterProcess(**self._router_arguments)
+        self._new_router = functools.partial(RouterProcess, policy=policy, log_dir=self._log_dir)
+        self._router = self._new_router()
         self._places = [PooledEngine(index) for index in range(n)]
         # Its own threads: the loop's few default ones may all be taken by something that blocks.
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="agentrl-router")
@@ -220,10 +221,10 @@ class EnginePool:
                 try:
                     report = await self._updater.update(engines)
                 except WeightSyncError as error:
-                    report = getattr(error, "report", None)
-                    if report is not None:
-                        self._replace_failed(report)
-                    if attempt == self.max_failed_starts - 1 or not (report and report.failed):
+                    partial: Update | None = getattr(error, "report", None)
+                    if partial is not None:
+                        self._replace_failed(partial)
+                    if attempt == self.max_failed_starts - 1 or not (partial and partial.failed):
                         raise
                     continue
                 self._replace_failed(report)
@@ -246,8 +247,9 @@ class EnginePool:
         return [place for place in self._places if place.control and place.control.url in urls]
 
     def _replace_failed(self, report: Update) -> None:
-        for place in self._of(list(report.failed)):
-            self._replace(place, report.failed[place.control.url])
+        for place in self._places:
+            if place.control and place.control.url in report.failed:
+                self._replace(place, report.failed[place.control.url])
 
     # One engine.
 
@@ -342,7 +344,7 @@ class EnginePool:
     async def _bring_up(self, place: PooledEngine, engine: LocalEngine | RayEngine) -> None:
         """Admit a replacement, with the current weights if weights were ever given."""
         async with self._lock:
-            if place.engine is not engine or place.state != PENDING:
+            if place.engine is not engine or place.control is None or place.state != PENDING:
                 return
             if self._updater is not None and self._updated:
                 try:
@@ -381,7 +383,7 @@ class EnginePool:
             if self._lock.locked():
                 misses.clear()
                 continue
-            serving = [(place, place.control) for place in self._places if place.state == SERVING]
+            serving = [(place, place.control) for place in self._places if place.control and place.state == SERVING]
             answers = await asyncio.gather(*(c.can_generate(timeout=self.health_timeout) for _, c in serving))
             if self._lock.locked():
                 continue  # a pause began while we asked
@@ -411,8 +413,7 @@ class EnginePool:
     async def _restart_router(self) -> bool:
         for _ in range(_ROUTER_ATTEMPTS):
             await self._threaded(self._router.stop)
-            same = {"port": self._router.port, "api_key": self._router.api_key}
-            self._router = RouterProcess(**{**self._router_arguments, **same})
+            self._router = self._new_router(port=self._router.port, api_key=self._router.api_key)
             try:
                 await self._threaded(self._router.start, self.start_timeout)
                 return True

@@ -68,7 +68,7 @@ def keep_store_on_loopback() -> None:
             kwargs["master_listen_fd"] = listener.detach()
         return store_class(host_name, port, *args, **kwargs)
 
-    rendezvous.TCPStore = store
+    vars(rendezvous)["TCPStore"] = store
 
 
 def share_gloo_device() -> None:
@@ -85,18 +85,19 @@ def share_gloo_device() -> None:
                 interface = os.environ.get("GLOO_SOCKET_IFNAME")
                 device = self.create_device(interface=interface) if interface else self.create_default_device()
                 devices[os.getpid()] = device
-            options = self._Options()
+            options = self._Options()  # type: ignore[attr-defined]  # the stubs have another name
             options._devices = [device]
             options._timeout = timeout
             super().__init__(store, rank, size, options)
 
-    distributed_c10d.ProcessGroupGloo = SharedDeviceGloo
+    vars(distributed_c10d)["ProcessGroupGloo"] = SharedDeviceGloo
 
 
 def import_only_served_model(model_path: str) -> None:
     """Have SGLang skip the modules of models other than the one in ``model_path``."""
     config = json.loads((Path(model_path) / "config.json").read_text())
     package = importlib.util.find_spec("sglang.srt.models")
+    assert package is not None and package.submodule_search_locations
     files = list(Path(package.submodule_search_locations[0]).glob("*.py"))
     wanted = [f"class {name}(".encode() for name in config.get("architectures") or ()]
     keep = [file.stem for file in files if any(name in file.read_bytes() for name in wanted)]
@@ -107,7 +108,7 @@ def import_only_served_model(model_path: str) -> None:
 
 def leave_out_megatron() -> None:
     """SGLang's tensor dumper, a debugging aid, imports Megatron where it is installed: seconds and memory."""
-    sys.modules.setdefault("megatron", None)
+    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # None: it cannot be imported
 
 
 def keep_shared_files_private() -> None:
@@ -117,7 +118,7 @@ def keep_shared_files_private() -> None:
     folder = tempfile.gettempdir()
     load_snapshot.shm_path_for = lambda name: os.path.join(folder, f"loads_{os.path.basename(name)}")
     if run := os.environ.get(SCRATCH_ENV):
-        multiprocessing.current_process()._config["semprefix"] = f"/{os.path.basename(run)}"
+        vars(multiprocessing.current_process())["_config"]["semprefix"] = f"/{os.path.basename(run)}"
 
 
 def redact_keys() -> None:

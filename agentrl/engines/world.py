@@ -6,17 +6,9 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-
-class Asked(Protocol):
-    """What a run asks for."""
-
-    @property
-    def world_size(self) -> int: ...
-
-    rollout_num_engines: int | None
-    rollout_num_gpus_per_engine: int
+from agentrl.config.schema import Config, EvalConfig, ServeOptions
 
 
 @dataclass(frozen=True)
@@ -61,11 +53,11 @@ class World:
         """Of collectives between trainer and engines."""
         return "nccl" if self.has_gpu else "gloo"
 
-    def engine_ranks(self, asked: Asked) -> int:
+    def engine_ranks(self, asked: Config | EvalConfig | ServeOptions) -> int:
         """Processes of one engine."""
         return asked.rollout_num_gpus_per_engine if self.has_gpu else 1
 
-    def is_shared(self, asked: Asked) -> bool:
+    def is_shared(self, asked: Config) -> bool:
         """Whether the one rank and the one engine of a run have but one GPU, of which each gets a half."""
         engines = asked.rollout_num_engines or 1
         return (self.gpus, asked.world_size, engines, asked.rollout_num_gpus_per_engine) == (1, 1, 1, 1)

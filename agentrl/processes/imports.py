@@ -51,7 +51,7 @@ def compile_when_called() -> None:
             return disable_now(fn, recursive, **options)
         return _at_first_call(fn, lambda function: disable_now(function, recursive, **options), _is_there)
 
-    compile.deferred = True
+    vars(compile)["deferred"] = True
     torch.compile, torch.compiler.disable = compile, disable
 
 
@@ -101,8 +101,8 @@ def compiler_left_out() -> Iterator[None]:
             yield
 
     marks, masks = map(types.ModuleType, names)
-    marks.assume_constant_result = marks.allow_in_graph = marks.disable = mark
-    masks.TransformGetItemToIndex = when_entered
+    vars(marks).update(assume_constant_result=mark, allow_in_graph=mark, disable=mark)
+    vars(masks)["TransformGetItemToIndex"] = when_entered
     sys.modules.update(zip(names, (marks, masks), strict=True))
     torch._dynamo = marks
     try:

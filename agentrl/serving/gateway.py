@@ -86,6 +86,7 @@ class Gateway:
             body = await request.read()
         headers = {"Content-Type": "application/json"} if body is not None else {}
         response: web.StreamResponse | None = None
+        assert self._session is not None
         try:
             async with self._session.request(
                 request.method, self._upstream + request.path, data=body, headers=headers
@@ -107,6 +108,7 @@ class Gateway:
             return _refusal(503, "no engine answers; try again")
 
     async def _health(self, request: web.Request) -> web.Response:
+        assert self._session is not None
         try:
             async with self._session.get(f"{self._upstream}/readiness") as answer:
                 return web.Response(status=200 if answer.status == 200 else 503)

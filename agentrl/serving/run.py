@@ -17,7 +17,7 @@ import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from agentrl.config.presets import DEMO, demo_folder
 from agentrl.config.schema import ServeOptions
@@ -30,6 +30,9 @@ from agentrl.errors import AgentRLError, ConfigError, EngineError
 from agentrl.processes.server import API_KEY_ENV, new_api_key, port_is_free
 from agentrl.processes.signals import cancel_on_signals, printable, write_log_to
 from agentrl.processes.warden import Warden
+
+if TYPE_CHECKING:
+    from agentrl.rollout.template.chat import ChatTemplate
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +168,7 @@ def parsers(options: ServeOptions, model: str) -> tuple[str | None, str | None]:
     return tool_parser, reasoning_parser
 
 
-def _reasoning_parser(chat: Any) -> str:
+def _reasoning_parser(chat: ChatTemplate) -> str:
     """For templates that decide about thinking. SGLang takes an answer without tags for thought where it is on."""
     source = chat.template_source
     if chat.call_format in _REASONING:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from agentrl.config.schema import Config, TrainerOptions
 from agentrl.errors import DisagreementError
 
 BOUNDS = {"fp32": (1e-3, 1e-2), "bf16": (0.03, 0.1)}
@@ -27,7 +27,7 @@ class Bounds:
     stop: float
 
     @classmethod
-    def of(cls, config: Any, *, gpu: bool) -> Bounds:
+    def of(cls, config: Config | TrainerOptions, *, gpu: bool) -> Bounds:
         """What the flags say, or what is usual at this precision."""
         precision = config.dtype if config.dtype != "auto" else "bf16" if gpu else "fp32"
         given = (config.logprob_abs_diff_warn, config.logprob_abs_diff_stop)

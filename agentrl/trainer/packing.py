@@ -88,9 +88,10 @@ def _check(
         raise ConfigError(f"schedule: nothing to train on ({given}); every sample needs tokens")
     if dp < 1 or num_steps < 1:
         raise ConfigError(f"schedule: dp and num_steps must be at least 1 ({given})")
-    if max_tokens is None and micro_batch_size is None:
+    limit = max_tokens if max_tokens is not None else micro_batch_size
+    if limit is None:
         raise ConfigError("schedule: set max_tokens (--max-tokens-per-gpu) or micro_batch_size")
-    if (max_tokens if max_tokens is not None else micro_batch_size) < 1:
+    if limit < 1:
         raise ConfigError(f"schedule: the micro-batch limit must be at least 1 ({given})")
     if len(set(keys)) < num_steps:
         raise ConfigError(
@@ -115,16 +116,16 @@ def _pack(
     Longest first into the lightest bin; more bins, by a sixty-fourth or one a rank, until everything fits.
     """
     longest_first = sorted(samples, key=lambda i: (-lengths[i], i))
-    if max_tokens is None:
-        count = _round_up(-(-len(samples) // micro_batch_size), dp)
-        return _fill(longest_first, lengths, count, None, micro_batch_size)
-    apart = sum(2 * lengths[i] > max_tokens for i in samples)  # no two of these share a bin
-    count = _round_up(max(-(-sum(lengths[i] for i in samples) // max_tokens), apart), dp)
-    while True:
-        bins = _fill(longest_first, lengths, count, max_tokens, None)
-        if bins is not None:
-            return bins
+    if max_tokens is not None:
+        apart = sum(2 * lengths[i] > max_tokens for i in samples)  # no two of these share a bin
+        count, micro_batch_size = max(-(-sum(lengths[i] for i in samples) // max_tokens), apart), None
+    else:
+        assert micro_batch_size is not None  # one of the two is given
+        count = -(-len(samples) // micro_batch_size)
+    count = _round_up(count, dp)
+    while (bins := _fill(longest_first, lengths, count, max_tokens, micro_batch_size)) is None:
         count += _round_up(count // 64, dp)
+    return bins
 
 
 def _fill(

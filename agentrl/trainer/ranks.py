@@ -104,15 +104,19 @@ class TrainActor:
 
     def ready(self) -> bool:
         """Returns once the model is loaded; raises what kept it from being so."""
+        return self._loaded is not None
+
+    @property
+    def _loaded(self) -> MegatronTrainer:
         if self._failure is not None:
             raise self._failure
         if self._trainer is None:
             raise AgentRLError(f"trainer rank {self.rank} was asked to work before it was started")
-        return True
+        return self._trainer
 
     def infer(self, batch: TrainBatch, names: Sequence[str]) -> dict[str, np.ndarray] | None:
         """See :meth:`MegatronTrainer.infer`; None on ranks other than 0."""
-        columns = self._trainer.infer(batch, names)
+        columns = self._loaded.infer(batch, names)
         return columns if self.rank == 0 else None
 
     def update(
@@ -121,23 +125,23 @@ class TrainActor:
         """See :meth:`MegatronTrainer.update`. ``columns`` are those that the batch got since it was made; what is
         handed back of tokens is on rank 0 only."""
         with timed("trained %d steps on %d tokens", num_steps, batch.num_tokens):
-            metrics, kept = self._trainer.update(batch.with_columns(**columns), num_steps=num_steps, keep=keep)
+            metrics, kept = self._loaded.update(batch.with_columns(**columns), num_steps=num_steps, keep=keep)
         return metrics, kept if self.rank == 0 else {}
 
     def save(self, path: str) -> None:
         """See :meth:`MegatronTrainer.save`. Raises StorageError when the disk is full."""
         with storage_errors(path), timed("saved %s", path):
-            self._trainer.save(path)
+            self._loaded.save(path)
 
     def load(self, path: str) -> None:
         """See :meth:`MegatronTrainer.load`."""
         with timed("loaded %s", path):
-            self._trainer.load(path)
+            self._loaded.load(path)
 
     def save_hf(self, path: str) -> None:
         """See :meth:`MegatronTrainer.save_hf`. Raises StorageError when the disk is full."""
         with storage_errors(path):
-            self._trainer.save_hf(path)
+            self._loaded.save_hf(path)
 
     def publish(self, version: int) -> Snapshot | None:
         """Write the weights of now as ``version``, for engines to load; rank 0 says where. See :class:`Publisher`."""
@@ -145,7 +149,7 @@ class TrainActor:
             from agentrl.weights.publisher import Publisher
             from agentrl.weights.sender import BroadcastSender
 
-            core = self._trainer.policy.core
+            core = self._loaded.policy.core
             self._publisher = Publisher(
                 core.export,
                 rank=self.rank,

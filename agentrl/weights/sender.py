@@ -40,7 +40,7 @@ class BroadcastSender:
         self._publisher = publisher
         self._backend = backend
         self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
-        self._store: dist.Store | None = None
+        self._store: dist.TCPStore | None = None
         self._groups: dict[str, Any] = {}
         self._abandoned: list[tuple[Any, Any]] = []  # groups with an operation that is not at its end
         self._working = threading.Lock()
@@ -78,7 +78,7 @@ class BroadcastSender:
             while (present := self._present(groups)) != set(groups) and time.monotonic() < deadline:
                 time.sleep(0.005)
             states = dict.fromkeys(groups, "waiting")
-            self._store.set_timeout(timedelta(seconds=timeout))
+            self._rendezvous.set_timeout(timedelta(seconds=timeout))
             # One thread a group: each waits for its own engines.
             with _environment(self._backend_settings()), ThreadPoolExecutor(max_workers=len(groups) or 1) as pool:
                 forming = {name: pool.submit(self._form, name, groups[name]) for name in present}
@@ -156,11 +156,16 @@ class BroadcastSender:
             self.drop(name)
         self._store = None
 
+    @property
+    def _rendezvous(self) -> dist.TCPStore:
+        assert self._store is not None, "not listening, or aborted"
+        return self._store
+
     def _present(self, groups: dict[str, int]) -> set[str]:
         """Groups all of whose engines have left their address in the store."""
         if self._backend == "nccl":  # members meet at the first broadcast
             return set(groups)
-        keys = self._store.list_keys()
+        keys = self._rendezvous.list_keys()
         count = {name: sum(key.startswith(f"{name}/") for key in keys) for name in groups}
         return {name for name, size in groups.items() if count[name] >= size - 1}
 
@@ -173,8 +178,8 @@ class BroadcastSender:
             0,
             [],
             c10d.Backend(self._backend),
-            c10d.PrefixStore(name, self._store),
-            group_name=name,
+            c10d.PrefixStore(name, self._rendezvous),
+            group_name=c10d.GroupName(name),
             timeout=timedelta(seconds=self._bucket_timeout),
         )
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}

@@ -213,8 +213,8 @@ class WeightSync:
     async def _resume(self, run: SyncRun, engine: EngineControl) -> None:
         limit = self.deadlines.resume
         steps: list[Callable[[], Awaitable[Any]]] = []
-        if engine in run.failed and self.retire is not None:
-            steps.append(lambda: self.retire(engine))
+        if engine in run.failed and (retire := self.retire) is not None:
+            steps.append(lambda: retire(engine))
         if engine in run.touched:
             steps.append(lambda: engine.abort(timeout=limit))
             steps.append(lambda: engine.end_weight_update(timeout=limit, missing_ok=True))

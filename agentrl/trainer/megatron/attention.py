@@ -8,7 +8,7 @@ each run of equally long ones, and never lets a token see another sequence.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -29,7 +29,7 @@ class PackedSequences(PackedSeqParams):
     """
 
     lengths: tuple[int, ...] = ()
-    positions: Tensor | None = None
+    positions: Tensor = field(kw_only=True)
 
 
 def pack(lengths: tuple[int, ...], positions: Tensor, *, thd: bool) -> PackedSequences:

@@ -78,7 +78,7 @@ def install() -> bool:
     proxy = _proxy()
     for name, module in list(sys.modules.items()):
         if name.startswith(_PREFIXES) and getattr(module, "torch", None) is torch:
-            module.torch = proxy
+            vars(module)["torch"] = proxy
     _replace_functions()
     return True
 
@@ -112,23 +112,25 @@ class _CpuCuda(types.ModuleType):
 def _proxy() -> _CpuTorch:
     proxy = _CpuTorch("torch")
     # Copied so that a look-up costs what it costs in torch itself.
-    proxy.__dict__.update({k: v for k, v in torch.__dict__.items() if not k.startswith("__")})
-    for name in _FACTORIES:
-        setattr(proxy, name, _on_the_cpu(getattr(torch, name)))
-    proxy.cuda = _cuda()
+    vars(proxy).update({k: v for k, v in torch.__dict__.items() if not k.startswith("__")})
+    vars(proxy).update({name: _on_the_cpu(getattr(torch, name)) for name in _FACTORIES}, cuda=_cuda())
     return proxy
 
 
 def _cuda() -> _CpuCuda:
     cuda = _CpuCuda("torch.cuda")
-    cuda.current_device = lambda: _CPU
-    for name in ("synchronize", "empty_cache", "set_device"):
-        setattr(cuda, name, _nothing)
-    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    cuda.manual_seed = torch.manual_seed
-    cuda.random = types.SimpleNamespace(get_rng_state=cuda.get_rng_state, set_rng_state=cuda.set_rng_state)
-    cuda.nvtx = types.SimpleNamespace(range_push=_nothing, range_pop=_nothing)
+    states = {
+        "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+        "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
+    }
+    vars(cuda).update(
+        dict.fromkeys(("synchronize", "empty_cache", "set_device"), _nothing),
+        current_device=lambda: _CPU,
+        manual_seed=torch.manual_seed,
+        random=types.SimpleNamespace(**states),
+        nvtx=types.SimpleNamespace(range_push=_nothing, range_pop=_nothing),
+        **states,
+    )
     return cuda
 
 
@@ -153,7 +155,7 @@ def _replace_functions() -> None:
     from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
     from megatron.core.tensor_parallel import random
 
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     for module in (clip_grads, optimizer):
         module.clip_grad_by_total_norm_fp32 = _clip_grads
@@ -185,8 +187,8 @@ def _cuda_type_names() -> Iterator[None]:
             return real(self, dtype, *args, **kwargs)
         return real(self).replace("torch.", "torch.cuda.", 1)
 
-    torch.Tensor.type = type_name
+    torch.Tensor.type = type_name  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.Tensor.type = real
+        torch.Tensor.type = real  # type: ignore[method-assign]

@@ -94,7 +94,7 @@ class Exporter:
         parts = [torch.empty_like(tensor) for _ in range(mpu.tp_size)]
         dist.all_gather(parts, tensor.contiguous(), group=mpu.tp_group)
         like = torch.empty(0)
-        like.tensor_model_parallel, like.partition_dim = True, item.dim
+        vars(like).update(tensor_model_parallel=True, partition_dim=item.dim)
         return self._bridge._weight_merge_across_tp(item.name, parts, like)
 
 
@@ -144,7 +144,7 @@ def _write_shards(weights: Iterable[tuple[str, Tensor]], folder: Path) -> torch.
     if len(names) == 1:
         (folder / "shard-00000").rename(folder / "model.safetensors")
         return dtype
-    index = {}
+    index: dict[str, str] = {}
     for n, contained in enumerate(names):
         file = f"model-{n + 1:05d}-of-{len(names):05d}.safetensors"
         (folder / f"shard-{n:05d}").rename(folder / file)

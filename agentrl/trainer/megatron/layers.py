@@ -68,8 +68,8 @@ def _replace(node: object, replacements: dict[type, type]) -> None:
         if node.module in replacements:
             node.module = replacements[node.module]
         return
-    attributes = node if isinstance(node, dict) else getattr(node, "__dict__", None)
-    for name, value in list((attributes or {}).items()):
+    attributes: dict[str, object] = node if isinstance(node, dict) else getattr(node, "__dict__", None) or {}
+    for name, value in list(attributes.items()):
         if isinstance(value, type) and value in replacements:
             attributes[name] = replacements[value]
         elif isinstance(value, ModuleSpec):

@@ -144,6 +144,7 @@ def _store(
         store = dist.FileStore(where.path, world_size)
         store.set_timeout(timeout)
         return store
+    assert where.hostname is not None and where.port is not None  # tcp://host:port
     return dist.TCPStore(
         where.hostname,
         where.port,
@@ -151,7 +152,7 @@ def _store(
         is_master=rank == 0,
         timeout=timeout,
         wait_for_workers=False,
-        **({} if listener is None else {"master_listen_fd": listener.detach()}),
+        master_listen_fd=None if listener is None else listener.detach(),
     )
 
 

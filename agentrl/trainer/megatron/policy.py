@@ -84,7 +84,7 @@ class Policy:
         if num_steps > 1 and "old" not in batch.columns:
             raise ConfigError(f"{num_steps} optimizer steps need the column 'old'; infer it before the first")
         kept = {name: np.zeros(batch.num_tokens, np.float32) for name in (("current", "ratio") if keep else ())}
-        reports = []
+        reports: list[dict[str, float]] = []
         for step in core.schedule(batch, num_steps, [batch.episode_ids[t] for t in batch.trajectory_of]):
             scale = core.scale(step)
             weight = aggregate(batch, step.samples, self.algorithm.aggregation) * scale
@@ -139,6 +139,7 @@ class Policy:
 
     def _of(self, packed: Packed, hidden: Tensor, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         core = self.core
+        assert self._shard is not None  # only the last stage gets here
         weight = core.model.output_weight()
         if core.gathers_late:  # Megatron waits for weights in the forward pass of their module, and this one has none
             core.ddp.param_to_bucket_group[weight].finish_param_sync()

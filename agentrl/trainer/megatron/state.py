@@ -238,7 +238,7 @@ class _SavedTensors:
             # Each part is its own [gate; up].
             whole = torch.cat([torch.cat(half) for half in zip(*(p.chunk(2) for p in parts), strict=True)])
         else:
-            whole = torch.cat(parts, dim=parameter.partition_dim)
+            whole = torch.cat(parts, dim=vars(parameter)["partition_dim"])
         if name in _EMBEDDINGS:
             whole = whole[: bridge.vocab_size]
             missing = bridge.padded_vocab_size - bridge.vocab_size
