@@ -29,7 +29,7 @@ from agentrl.errors import AgentRLError, CheckpointError, ConfigError, DataError
 from agentrl.processes.tree import die_with_parent
 
 if TYPE_CHECKING:
-    from agentrl.config.schema import Config, EvalConfig
+    from agentrl.config.layers import AnyConfig
     from agentrl.evaluation.results import EvalResult
     from agentrl.types import Trajectory
 
@@ -147,7 +147,7 @@ def evaluate(*, progress: bool = True, **options: Any) -> EvalResult:
 
 
 def run_command(
-    command: str, config_class: type[Config] | type[EvalConfig], options: Mapping[str, Any], progress: bool
+    command: str, config_class: type[AnyConfig], options: Mapping[str, Any], progress: bool
 ) -> Path:
     """Runs a command to its end; returns its run folder."""
     from agentrl.config.layers import resolve
@@ -161,7 +161,7 @@ def run_command(
         reserved = None if config.output_dir else RunDir.reserve(config).path
         path = reserved or Path(str(config.output_dir)).absolute()
         try:
-            words = [command, "--config", str(file), "--output-dir", str(path)]
+            words: list[str] = [command, "--config", str(file), "--output-dir", str(path)]
             code, last = _watched([sys.executable, "-m", "agentrl", *words], progress)
         finally:
             if reserved is not None and not (reserved / "config.json").exists():

@@ -123,8 +123,8 @@ def _print(words: Sequence[str], compared: Sequence[SetComparison], everything: 
                 listed = [*listed, f"... and {len(lines) - len(listed)} more: --all lists them"]
             say("\n  ".join([heading + (":" if lines else ""), *listed]))
     if len(compared) > 1:
-        level = 0.05 / len(compared)
-        say(f"{len(compared)} sets are tested: one of them counts below p = {level:.2g} (Bonferroni).")
+        alpha = 0.05 / len(compared)
+        say(f"{len(compared)} sets are tested: one of them counts below p = {alpha:.2g} (Bonferroni).")
 
 
 def tasks(n: int) -> str:

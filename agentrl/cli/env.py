@@ -6,11 +6,15 @@ import importlib
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.cli.main import help_of
 from agentrl.config.layers import load_options
 from agentrl.errors import AgentRLError, ConfigError
+
+if TYPE_CHECKING:
+    from agentrl.envs.core import Env
+    from agentrl.envs.wrappers.base import Wrapper
 
 ACTIONS = {
     "list": "the known environments, each with a line on what it is",
@@ -128,7 +132,7 @@ def _show(name: str, env_args: dict[str, Any]) -> int:
     return 0
 
 
-def describe(env: Any, name: str, maker: Any) -> list[str]:
+def describe(env: Env | Wrapper, name: str, maker: Any) -> list[str]:
     """What there is to know of an environment, as lines of text; ``maker``: the class or function that made it."""
     cls = type(env.unwrapped)
     place = inspect.getsourcefile(cls) if cls.__module__.startswith("agentrl_file_") else cls.__module__

@@ -9,12 +9,16 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from agentrl.cli.env import PlayedOptions, message_lines, tool_lines
 from agentrl.config.layers import load_options
 from agentrl.config.options import Count, json_or_text
 from agentrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentrl.envs.core import Env
+    from agentrl.envs.wrappers.base import Wrapper
 
 INTRO = """\
 Play an episode in the terminal: you read what the model would read and write its turns.
@@ -62,7 +66,7 @@ def run(name: str, argv: Sequence[str]) -> int:
         env.close()
 
 
-def play(env: Any, *, seed: int, options: dict[str, Any], source: TextIO | None = None) -> int:
+def play(env: Env | Wrapper, *, seed: int, options: dict[str, Any], source: TextIO | None = None) -> int:
     """One episode with the turns of ``source`` (default: standard input); returns the exit code."""
     from agentrl.envs.multi_agent import acting_agent, agents_of, shares
 
@@ -109,7 +113,7 @@ def _listed(rewards: Mapping[str, float]) -> str:
 class Turns:
     """Reads turns as a person types them."""
 
-    def __init__(self, source: TextIO, tools: Sequence[dict[str, Any]], env: Any, interactive: bool) -> None:
+    def __init__(self, source: TextIO, tools: Sequence[dict[str, Any]], env: Env | Wrapper, interactive: bool) -> None:
         self._source, self._tools, self._env, self._interactive = source, tools, env, interactive
         self.wrote_a_call = False  # the last turn holds text that the person did not type
 

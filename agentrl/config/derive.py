@@ -78,8 +78,10 @@ def _batch(config: Config) -> dict[str, int]:
     product = config.rollout_batch_size * config.n_samples_per_prompt
     if size is not None and steps is not None:
         return {}
-    steps = 1 if size is None and steps is None else steps
-    flag, known = ("--global-batch-size", size) if size is not None else ("--num-steps-per-rollout", steps)
+    flag, known = "--global-batch-size", size
+    if known is None:
+        steps = 1 if steps is None else steps
+        flag, known = "--num-steps-per-rollout", steps
     if known < 1 or product % known:
         rule = batch_rule(config, "?" if size is None else size, "?" if steps is None else steps)
         raise ConfigError(f"{flag} {known} does not divide the rollout: {rule}. Give a divisor of {product}.")

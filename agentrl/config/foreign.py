@@ -138,7 +138,9 @@ def megatron_fields() -> dict[str, Option] | None:
     """Field name -> option over Megatron-core's config dataclasses; None when megatron-core is not installed."""
     table: dict[str, Option] = {}
     folder = package_folder("megatron")
-    for cls, path in MEGATRON_CLASSES.items() if folder else ():
+    if folder is None:
+        return None
+    for cls, path in MEGATRON_CLASSES.items():
         for name, stmt in _fields(folder / path, cls):
             value = stmt.value
             if isinstance(value, ast.Call):  # field(default=...)
@@ -167,7 +169,7 @@ def sglang_fields() -> dict[str, Option] | None:
             words = {word.arg: _evaluated(word.value) if word.arg == "type" else word.value for word in call.keywords}
             switch = "store_true" in (action := ast.unparse(words.get("action", call.func))) or "StoreTrue" in action
             flag, kind = (
-                call.args[0].value.lstrip("-"),
+                ast.literal_eval(call.args[0]).lstrip("-"),
                 "bool" if switch else described(words.get("type", str))[0]["kind"],
             )
             table = {flag: Option(flag.replace("-", "_"), "json" if kind == "opaque" else kind)} | table

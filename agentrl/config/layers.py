@@ -62,8 +62,8 @@ def resolve(config_class: type[AnyConfig], argv: Sequence[str]) -> Resolved[AnyC
         except ConfigError as error:  # it cannot be read at all
             flags.problems.append(str(error))
     _complete(config_class, layers)
-    for layer in (_run_layer, _preset_layer):
-        if (found := layer(config_class, layers)) is not None:
+    for made in (_run_layer, _preset_layer):
+        if (found := made(config_class, layers)) is not None:
             layers.insert(0, found)
     merged = Given()
     for layer in layers:
@@ -72,7 +72,8 @@ def resolve(config_class: type[AnyConfig], argv: Sequence[str]) -> Resolved[AnyC
                 merged.values.pop(name, None)
             merged.put(name, value, layer.sources[name])
     config = derive(config_class(**_expanded(config_class, merged.values)))
-    fields = options(config_class)
+    kind: type = config_class
+    fields = options(kind)
     deliberate = {
         name: source
         for name, source in merged.sources.items()

@@ -215,7 +215,7 @@ def _attribute_docs(module: str) -> dict[tuple[str, str], str]:
     for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
         for field, doc in zip(cls.body, cls.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
-                docs[cls.name, field.target.id] = " ".join(doc.value.value.split())
+                docs[cls.name, ast.unparse(field.target)] = " ".join(str(doc.value.value).split())
     return docs
 
 
@@ -238,7 +238,7 @@ def options(config_class: type) -> dict[str, Option]:
             table[item.name] = Option(
                 name=item.name,
                 group=(cls.__doc__ or "").strip().partition("\n")[0],
-                default=item.default if item.default is not dataclasses.MISSING else item.default_factory(),
+                default=item.default if item.default_factory is dataclasses.MISSING else item.default_factory(),
                 range=next((n for n in notes if isinstance(n, Range)), None),
                 is_path=PathMark in notes,
                 doc=docs[cls.__name__, item.name],

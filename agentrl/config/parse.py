@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -222,7 +222,7 @@ def _foreign_item(package: str, source: str, key: str, value: Any) -> tuple[str,
 
 def read_file(path: str) -> dict[str, Any]:
     """The mapping in a TOML, YAML or JSON file. Raises ConfigError naming the file and the line."""
-    readers = {".toml": _toml, ".yaml": _yaml, ".yml": _yaml, ".json": json.loads}
+    readers: dict[str, Callable[[str], Any]] = {".toml": _toml, ".yaml": _yaml, ".yml": _yaml, ".json": json.loads}
     file = Path(path).expanduser()
     try:
         text = file.read_text(encoding="utf-8")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agentrl.config.schema import Config, EvalConfig
 
 DEMO = "demo"
 """Name of the embedded model, as ``--hf-checkpoint`` and saved configurations write it."""
@@ -44,7 +47,7 @@ def preset(name: str, environments: Sequence[str]) -> dict[str, Any]:
     return {**PRESETS[name], **({} if set(environments) == {TUNED_TO} else BEYOND)}
 
 
-def demo_alone(config: Any) -> str | None:
+def demo_alone(config: Config | EvalConfig) -> str | None:
     """What to know of the embedded model where it plays something else than it was made for; None otherwise."""
     env = (config.env,) if isinstance(config.env, str) else config.env
     own = any(key.rpartition(".")[2] in ("train_data", "test_data") for key in config.env_args)

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from agentrl.config.options import Count, NonNegative, PathText, Positive, Probability, Range, Seconds
 
 Beta = Annotated[float, Range(low=0.0, high=1.0, high_open=True)]
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
+@dataclass(frozen=True)
 class Section:
     """Options as a frozen dataclass."""
 
@@ -33,6 +37,12 @@ class Section:
 class OptionSet(Section):
     """What the configurations of both commands can do."""
 
+    if TYPE_CHECKING:
+        rollout_max_response_len: int
+        rollout_max_context_len: int
+        eval_max_response_len: int | None
+        eval_max_context_len: int | None
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready copy of all options; the embedded model is written as ``"demo"``."""
         from agentrl.config.serialize import to_dict
@@ -40,14 +50,14 @@ class OptionSet(Section):
         return to_dict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Any:
+    def from_dict(cls, values: dict[str, Any]) -> Self:
         """Inverse of :meth:`to_dict`. Raises ConfigError on an unknown key or a value of the wrong type."""
         from agentrl.config.serialize import from_dict
 
         return from_dict(cls, values)
 
     @property
-    def held_out(self) -> Any:
+    def held_out(self) -> Self:
         """A copy whose limits and stop strings of episodes are those of evaluation."""
         return self.replace(
             rollout_max_response_len=self.eval_max_response_len or self.rollout_max_response_len,
@@ -58,36 +68,6 @@ class OptionSet(Section):
     def longest_context(self) -> int:
         """Most tokens of an episode, of training or evaluation."""
         return max(self.rollout_max_context_len, self.eval_max_context_len or 0)
-
-    def env_spec(self) -> tuple[str, dict[str, Any]]:
-        """``(spec, kwargs)`` for :func:`agentrl.make`: the environment, or prompt data as one."""
-        if self.prompt_data is None:
-            return self.env, self.arguments_of(None)
-        spec, kwargs = self.prompt_env_spec(self.prompt_data)
-        return spec, {**kwargs, **self.arguments_of(None)}
-
-    def arguments_of(self, name: str | None) -> dict[str, Any]:
-        """What ``--env-arg NAME.KEY=VALUE`` gave the environment ``name``; None: what was given without a name."""
-        if name is None:
-            return {key: value for key, value in self.env_args.items() if "." not in key}
-        start = name + "."
-        return {key.removeprefix(start): value for key, value in self.env_args.items() if key.startswith(start)}
-
-    def prompt_env_spec(self, path: str) -> tuple[str, dict[str, Any]]:
-        """``(spec, kwargs)`` of the environment over a prompt file (--prompt-data, --eval-prompt-data)."""
-        kwargs = {
-            "path": path,
-            "input_key": self.input_key,
-            "label_key": self.label_key,
-            "metadata_key": self.metadata_key,
-            "apply_chat_template": self.apply_chat_template,
-            "reward": self.custom_rm_path or self.rm_type,
-        }
-        if self.rm_url is not None:
-            kwargs["rm_url"] = self.rm_url
-        if self.streaming_data:
-            kwargs |= {"streaming": True, "workers": self.num_data_workers}
-        return "agentrl.envs.builtin.prompt:PromptEnv", kwargs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +107,36 @@ class EnvironmentOptions:
     security boundary and is taken only when it is named."""
     custom_generate_function_path: str | None = None
     """Episode loop of your own, `module:function` or `file.py:function`: `async def generate(ctx)`."""
+
+    def env_spec(self) -> tuple[str, dict[str, Any]]:
+        """``(spec, kwargs)`` for :func:`agentrl.make`: the environment, or prompt data as one."""
+        if self.prompt_data is None:
+            return self.env, self.arguments_of(None)
+        spec, kwargs = self.prompt_env_spec(self.prompt_data)
+        return spec, {**kwargs, **self.arguments_of(None)}
+
+    def arguments_of(self, name: str | None) -> dict[str, Any]:
+        """What ``--env-arg NAME.KEY=VALUE`` gave the environment ``name``; None: what was given without a name."""
+        if name is None:
+            return {key: value for key, value in self.env_args.items() if "." not in key}
+        start = name + "."
+        return {key.removeprefix(start): value for key, value in self.env_args.items() if key.startswith(start)}
+
+    def prompt_env_spec(self, path: str) -> tuple[str, dict[str, Any]]:
+        """``(spec, kwargs)`` of the environment over a prompt file (--prompt-data, --eval-prompt-data)."""
+        kwargs: dict[str, Any] = {
+            "path": path,
+            "input_key": self.input_key,
+            "label_key": self.label_key,
+            "metadata_key": self.metadata_key,
+            "apply_chat_template": self.apply_chat_template,
+            "reward": self.custom_rm_path or self.rm_type,
+        }
+        if self.rm_url is not None:
+            kwargs["rm_url"] = self.rm_url
+        if self.streaming_data:
+            kwargs |= {"streaming": True, "workers": self.num_data_workers}
+        return "agentrl.envs.builtin.prompt:PromptEnv", kwargs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -576,7 +586,7 @@ class TrainerOptions(
 class EvaluatedEnvironments(EnvironmentOptions):
     """Environment and data"""
 
-    env: tuple[str, ...] = ()
+    env: tuple[str, ...] = ()  # type: ignore[assignment]
     """The environment: a registered name (`search`), `module:Class` or `path/to/file.py:Class`. Repeatable, or several
     with commas between: each is a set of its own. The arguments of one of several are `--env-arg NAME.KEY=VALUE`."""
 

@@ -5,21 +5,23 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from agentrl.config.options import options
 from agentrl.config.parse import parse_mapping
 from agentrl.config.presets import DEMO, demo_folder
 from agentrl.errors import CheckpointError
 
+T = TypeVar("T")
 OWNER = "run"
 """File in a folder of checkpoints outside the run's own: the path of the run that saves there."""
 
 
-def to_dict(config: Any) -> dict[str, Any]:
+def to_dict(config: object) -> dict[str, Any]:
     """All options of ``config``; the embedded model's folder is written as its name, so that a run can move."""
     values = {}
-    for name in options(type(config)):
+    kind: type = type(config)
+    for name in options(kind):
         value = copy.deepcopy(getattr(config, name))
         if isinstance(value, tuple):
             value = [item if isinstance(item, str) else list(item) for item in value]
@@ -29,7 +31,7 @@ def to_dict(config: Any) -> dict[str, Any]:
     return values
 
 
-def from_dict(config_class: type, values: dict[str, Any]) -> Any:
+def from_dict(config_class: type[T], values: dict[str, Any]) -> T:
     """Inverse of :func:`to_dict`; options that are absent keep their defaults.
 
     Raises:

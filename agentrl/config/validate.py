@@ -14,7 +14,7 @@ from agentrl.config.derive import batch_rule
 from agentrl.config.foreign import remote_code
 from agentrl.config.megatron_options import problems as megatron_problems
 from agentrl.config.options import options
-from agentrl.config.schema import Config, EvalConfig
+from agentrl.config.schema import Config, EvalConfig, PassedOn
 from agentrl.config.template import template_problems
 from agentrl.errors import ConfigError
 from agentrl.loading import is_spec
@@ -50,9 +50,10 @@ def validate(config: Config | EvalConfig, explicit: Explicit | None = None) -> N
         raise ConfigError("\n".join(problems))
 
 
-def value_problems(config: Any) -> Iterator[str]:
+def value_problems(config: object) -> Iterator[str]:
     """Each value by itself: its type, range, choices."""
-    for option in options(type(config)).values():
+    kind: type = type(config)
+    for option in options(kind).values():
         value = getattr(config, option.name)
         limits = f" {option.range}" if option.range is not None else ""
         try:
@@ -62,7 +63,7 @@ def value_problems(config: Any) -> Iterator[str]:
             fits = False
         if not fits:
             yield f"{option.flag}: expected {option.expected}{limits}, got {value!r}"
-    if isinstance(getattr(config, "sglang", None), dict):
+    if isinstance(config, PassedOn) and isinstance(config.sglang, dict):
         yield from remote_code(config.sglang, config.allow_remote_code)
 
 
@@ -183,9 +184,9 @@ def _model(config: Config | EvalConfig) -> Iterator[str]:
         if (
             config.ref_load is not None
             and _has_reference(config)
-            and isinstance(problem := _read_model(config.ref_load), str)
+            and isinstance(reference := _read_model(config.ref_load), str)
         ):
-            yield f"--ref-load: {problem}"
+            yield f"--ref-load: {reference}"
         yield from megatron_problems(config.megatron, model)
         yield from _parallel(config, model)
 

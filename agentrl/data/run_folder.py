@@ -80,7 +80,7 @@ class RunDir(Generic[AnyConfig]):
     def __init__(self, path: Path | str, config: AnyConfig):
         """Take hold of an existing folder. Raises StorageError when another process has it."""
         self.path = Path(path)
-        self.config = config
+        self.config: AnyConfig = config
         self.mended: list[str] = []
         self._lock = self._acquire()
         with storage_errors(self.logs):
@@ -220,9 +220,8 @@ class RunDir(Generic[AnyConfig]):
         if getattr(self.config, "tensorboard", False):  # an evaluation has neither
             self._trackers.append(TensorBoard(self.path / "tensorboard", first_step=first_step))
         if getattr(self.config, "use_wandb", False):
-            self._trackers.append(
-                WandB(self.path, project=self.config.wandb_project, name=self.path.name, config=self.config.to_dict())
-            )
+            values = self.config.to_dict()
+            self._trackers.append(WandB(self.path, project=values["wandb_project"], name=self.path.name, config=values))
 
     # -- places --------------------------------------------------------------------------------
 

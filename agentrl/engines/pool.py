@@ -39,6 +39,9 @@ class Update(Protocol):
 
     synced: list[str]
     failed: dict[str, str]
+    seconds: dict[str, float]
+    nbytes: int
+    verified: int
 
 
 class Updater(Protocol):

@@ -259,7 +259,7 @@ def _leave_out(ray: Any, methods: Sequence[str]) -> None:
         setattr(ray._private.node.Node, method, lambda self, **options: None)
 
 
-def _to_log(data: dict[str, Any], **_: Any) -> None:
+def _to_log(data: dict[str, Any], *_: Any, **__: Any) -> None:
     log.info("Ray (%s): %s", data["pid"], "\n".join(data["lines"]))
 
 

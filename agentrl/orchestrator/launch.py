@@ -137,7 +137,7 @@ def open_run(cfg: Config, stack: contextlib.ExitStack) -> tuple[RunDir, Checkpoi
     owner = run_folder_of(cfg.load) if cfg.load else None
     goes_on = owner is not None and cfg.output_dir is not None and owner.resolve() == Path(cfg.output_dir).resolve()
     facts: dict[str, Any] = {}
-    if goes_on:
+    if goes_on and owner:
         check_targets(cfg, run=owner)
         run = stack.enter_context(RunDir.resume(cfg))  # before the checkpoint is chosen: nobody else adds one now
         source = find_checkpoint(cfg, run, owner)
@@ -295,7 +295,8 @@ async def _run(
                 watch.processes(cluster.processes())
                 progress.stage("starting engines and trainer")
                 # In a thread, since it waits for rank 0: Ctrl-C must count at once.
-                trainer, rollout = await asyncio.to_thread(start_actors, cfg, cluster, run, weights_dir)
+                groups = await asyncio.to_thread(start_actors, cfg, cluster, run, weights_dir)
+                trainer, rollout = groups
                 for number, rank in enumerate(trainer.ranks):
                     watch.actor(f"trainer rank {number}", rank, run.logs / f"trainer-{number}.log")
                 watch.actor("the rollout manager", rollout.manager, run.logs / "rollout-manager.log")

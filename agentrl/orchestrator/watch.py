@@ -45,7 +45,7 @@ def with_pulse(actor: type, **threads: int) -> Any:
     """
     import ray
 
-    return ray.remote(concurrency_groups={PULSE: 1, **threads})(actor)
+    return ray.remote(concurrency_groups={PULSE: 1, **threads})(actor)  # type: ignore[call-overload]  # not in Ray's types
 
 
 class Watch:
@@ -83,7 +83,7 @@ class Watch:
             self._stop()
         if self._error is None or isinstance(error, KeyboardInterrupt):
             return
-        if self._cancelled and asyncio.current_task().uncancel():
+        if self._cancelled and (task := asyncio.current_task()) and task.uncancel():
             return  # Ctrl-C at the same time
         raise self._error from error
 
