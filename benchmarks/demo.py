@@ -23,6 +23,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from curve import draw, points
+
 from agentrl.processes.tree import descendants
 
 SAMPLE_S = 2.0
@@ -90,6 +92,7 @@ def run_once(seed: int, folder: Path, extra: list[str]) -> dict[str, float]:
         "cpu_seconds": sum(cpu.values()),
         "peak_pss_gb": peak / 1e9,
         "logprob_abs_diff_mean": max(mismatch),
+        **points(lines, "search"),
         "tokens_per_s": statistics.median(line["rollout/tokens_per_s"] for line in lines if "rollout/reward" in line),
     }
 
@@ -98,13 +101,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--curve", type=Path, help="file for the picture (.svg, .png)")
     args, extra = parser.parse_known_args()
     results = []
     with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder:
         for seed in args.seeds:
             results.append(run_once(seed, Path(folder), extra))
             print(json.dumps(results[-1]), flush=True)
-    mean = {key: statistics.fmean(r[key] for r in results) for key in results[0] if key != "seed"}
+    numbers = [key for key, value in results[0].items() if isinstance(value, float)]
+    mean = {key: statistics.fmean(result[key] for result in results) for key in numbers}
     print(
         f"demo, mean of {len(results)} seeds: held-out success {mean['before']:.1%} -> {mean['after']:.1%} "
         f"in {mean['seconds']:.0f} s; {REACHED:.0%} evaluated after {mean['reached_90_s']:.0f} s; "
@@ -112,6 +117,8 @@ def main() -> int:
         f"peak memory {max(r['peak_pss_gb'] for r in results):.2f} GB (PSS); "
         f"log-probability difference at most {max(r['logprob_abs_diff_mean'] for r in results):.1e}"
     )
+    if args.curve:
+        draw(results, args.curve, episodes=128)
     if args.json:
         Path(args.json).write_text(json.dumps({"runs": results, "mean": mean}, indent=2) + "\n")
     reached = (

@@ -22,6 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from curve import draw, points
 from demo import SAMPLE_S, pss_bytes
 
 from agentrl.processes.warden import descendants
@@ -59,32 +60,11 @@ def figures(run: Path) -> dict:
                           "rollout/tokens_per_s", "sync/pause_seconds")}  # fmt: skip
     return {
         "run": str(run),
-        "held_out": [(line["step"], line["eval/guess/success"]) for line in lines if "eval/guess/success" in line],
-        "training": [(line["step"] - 1, line["rollout/reward"]) for line in trained],
+        **points(lines, "guess"),
         "sync_mb": trained[-1]["sync/bytes"] / 1e6,
         "logprob_abs_diff_mean": max(line["train/logprob_abs_diff_mean"] for line in trained),
         "median": median,
     }
-
-
-def draw(results: list[dict], path: Path) -> None:
-    """The curve: held-out success of each seed, and the mean reward of training."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = "agentrl"
-    figure, axes = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
-    for number, result in enumerate(results):
-        color = f"C{number}"
-        axes.plot(*zip(*result["training"], strict=True), color=color, alpha=0.35, linewidth=1)
-        axes.plot(*zip(*result["held_out"], strict=True), "o-", color=color, label=f"seed {number}")
-    axes.set(xlabel="optimizer steps of 64 episodes", ylabel="success", ylim=(0, 1))
-    axes.legend(title="held-out, greedy\n(thin: training)", loc="upper left", fontsize=8, title_fontsize=8)
-    axes.grid(alpha=0.3)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {})
-    plt.close(figure)
 
 
 def main() -> int:
@@ -117,7 +97,7 @@ def main() -> int:
         f"log-probability difference at most {diff:.1e}"
     )
     if args.curve:
-        draw(results, args.curve)
+        draw(results, args.curve, episodes=64)
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
     learned = all(0.1 <= a <= 0.5 and b >= a + 0.2 for a, b in zip(first, last, strict=True))
