@@ -146,9 +146,7 @@ def evaluate(*, progress: bool = True, **options: Any) -> EvalResult:
     return load(run_command("eval", EvalConfig, options, progress))
 
 
-def run_command(
-    command: str, config_class: type[AnyConfig], options: Mapping[str, Any], progress: bool
-) -> Path:
+def run_command(command: str, config_class: type[AnyConfig], options: Mapping[str, Any], progress: bool) -> Path:
     """Runs a command to its end; returns its run folder."""
     from agentrl.config.layers import resolve
 

@@ -154,7 +154,7 @@ def describe(env: Env | Wrapper, name: str, maker: Any) -> list[str]:
     return lines
 
 
-def _arguments(maker: Any, env: Any) -> list[str]:
+def _arguments(maker: Any, env: object) -> list[str]:
     """Those of the class or function, with defaults, and the settings of ``env`` that may be given beside them."""
     from agentrl.envs.core import Env
 
