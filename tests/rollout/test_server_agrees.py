@@ -39,10 +39,10 @@ import json, sys
 from collections import OrderedDict
 from types import SimpleNamespace
 from transformers import AutoTokenizer
-from agentrl.rollout import cpu_backend, sglang_server
+from agentrl.engines import cpu_backend, server
 if cpu_backend.needed():
     cpu_backend.install()
-sglang_server.leave_tools_as_sent()
+server.leave_tools_as_sent()
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.parser.template_manager import TemplateManager

@@ -8,7 +8,6 @@ import pytest
 
 from agentrl.config import load_config
 from agentrl.config.schema import TrainerOptions
-from agentrl.engines.world import World
 from agentrl.errors import AgentRLError, CheckpointError
 from agentrl.orchestrator.engine_service import RankSender
 from agentrl.orchestrator.handles import create_ranks
@@ -66,7 +65,7 @@ def test_two_ray_actors_form_a_world(checkpoint, tmp_path):
     try:
         ranks = create_ranks(
             load_config(FLAGS), checkpoint, [{"num_cpus": 1}] * 2,
-            world=World(), weights_dir=str(tmp_path), log_dir=tmp_path,
+            weights_dir=str(tmp_path), log_dir=tmp_path,
         )  # fmt: skip
         assert ray.get([r.ready.remote() for r in ranks], timeout=150) == [True, True]
         batch = ray.put(random_batch(8))
