@@ -69,7 +69,8 @@ def test_metrics(groups):
     source = inspect.getsource(manager)
     (counters,) = re.findall(r'f"engine/\{k\}".*? for k in \(([^)]*)\)', source)
     managed = {f"engine/{name}" for name in re.findall(r"\w+", counters)}
-    managed |= set(re.findall(r'"((?:engine|sync|time)/\w+)"', source + inspect.getsource(loop) + inspect.getsource(engine_service)))
+    sources = "".join(inspect.getsource(module) for module in (manager, loop, engine_service))
+    managed |= set(re.findall(r'"((?:engine|sync|time)/\w+)"', sources))
     managed |= {f"data/{name}" for name in DataBuffer(TaskSource("env", None)).counts}
     episodes = [t for group in groups for t in group.trajectories]
     evaluated = set(flatten_summary("<set>", summarize("<set>", "test", episodes, 1.0).to_dict()))
