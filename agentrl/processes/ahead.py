@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -64,7 +65,7 @@ def servers_ahead(
                 listener.listen(8)
                 process = subprocess.Popen(
                     [sys.executable, "-m", module, "--ahead", str(listener.fileno()), *arguments],
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE,  # its end tells that this process is gone
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **python_environment(), **environment},
@@ -82,6 +83,8 @@ def servers_ahead(
             os.environ[AHEAD_ENV] = before
         for process in processes:
             process.kill()
+            process.stdin.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Arguments:
@@ -95,8 +98,15 @@ class Arguments:
         self._listener = socket.socket(fileno=int(descriptor))
 
     def wait(self) -> list[str]:
-        """Wait for the owner. This process then has its variables, log and arguments, and dies with it."""
+        """Wait for the owner. This process then has its variables, log and arguments, and dies with it.
+
+        Raises:
+            SystemExit: the process that started this one is gone.
+        """
         while True:
+            ready, _, _ = select.select([self._listener, sys.stdin], [], [])
+            if self._listener not in ready:
+                raise SystemExit(0)
             connection, _ = self._listener.accept()
             with connection.makefile("rb") as lines:
                 line = lines.readline()

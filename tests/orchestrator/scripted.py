@@ -131,8 +131,10 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rollout]:
         made.append(Rollout(run.path))
         return Trainer(), made[-1]
 
-    nothing = SimpleNamespace(processes=lambda *pids: {}, actor=lambda *who: None, world=World())
-    for name in ("Warden", "scratch", "weights_folder", "Cluster", "Watch", "stderr_to"):
+    nothing = SimpleNamespace(
+        processes=lambda *pids: {}, actor=lambda *who: None, world=World(), scratch=contextlib.nullcontext
+    )
+    for name in ("Warden", "weights_folder", "start_engines_ahead", "Cluster", "Watch", "stderr_to"):
         monkeypatch.setattr(driver, name, lambda *args, **kwargs: contextlib.nullcontext(nothing))
     monkeypatch.setattr(driver, "installed", dict)
     monkeypatch.setattr(driver, "start_actors", start_actors)

@@ -88,6 +88,24 @@ def test_a_server_ends_with_an_owner_that_is_killed_though_the_run_lives(tmp_pat
         process.stdout.close()
 
 
+def test_a_server_that_waits_ends_with_a_run_that_is_killed(tmp_path):
+    run = textwrap.dedent("""
+        import sys, time
+        from pathlib import Path
+        from agentrl.processes.ahead import servers_ahead
+        with servers_ahead(sys.argv[1], ["a kind"], {}, 1, log_dir=Path(sys.argv[2])):
+            print("started", flush=True)
+            time.sleep(300)
+    """)
+    process = subprocess.Popen([sys.executable, "-c", run, MODULE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "started\n"
+    (there,) = waiting()
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    wait_for(lambda: not is_running(there))
+
+
 def test_what_is_not_a_request_is_not_one(tmp_path):
     """An owner that was slower than another closes its connection: the server waits on."""
     import socket
