@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -90,19 +91,20 @@ def test_a_server_ends_with_an_owner_that_is_killed_though_the_run_lives(tmp_pat
 
 def test_a_server_that_waits_ends_with_a_run_that_is_killed(tmp_path):
     run = textwrap.dedent("""
-        import sys, time
+        import os, sys, time
         from pathlib import Path
         from agentrl.processes.ahead import servers_ahead
         with servers_ahead(sys.argv[1], ["a kind"], {}, 1, log_dir=Path(sys.argv[2])):
-            print("started", flush=True)
+            print(os.environ["AGENTRL_AHEAD"], flush=True)
             time.sleep(300)
     """)
     process = subprocess.Popen([sys.executable, "-c", run, MODULE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "started\n"
+    folder = process.stdout.readline().strip()
     (there,) = waiting()
     process.kill()
     process.wait()
     process.stdout.close()
+    shutil.rmtree(folder)
     wait_for(lambda: not is_running(there))
 
 
