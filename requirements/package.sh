@@ -24,7 +24,7 @@ empty/bin/python - <<'CHECK'
 from importlib.resources import files
 
 package = files("agentrl")
-for name in ("py.typed", "assets/demo/model.safetensors", "assets/demo/tokenizer.json", "demo/chat_template.jinja"):
+for name in ("py.typed", "assets/demo/model.safetensors", "assets/demo/tokenizer.json"):
     assert package.joinpath(name).is_file(), f"{name} is not in the wheel"
 CHECK
 echo "the wheel works in an empty environment"

@@ -1,13 +1,13 @@
-"""The demo model: a tiny Qwen3-architecture policy with its own tokenizer and tool-calling chat template.
-
-:data:`MODEL_DIR` is the checkpoint that ships with the package; ``python -m agentrl.demo.build`` makes it again.
-"""
+"""The models of the demonstrations: the embedded one, and SmolLM2 (:mod:`agentrl.demo.smollm2`)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-MODEL_DIR: Path = Path(__file__).resolve().parent.parent / "assets" / "demo"
-"""The Hugging Face checkpoint of the demo model (bf16, under 4 MB)."""
+from agentrl.config.presets import demo_folder
+
+MODEL_DIR: Path = demo_folder()
+"""The Hugging Face checkpoint of the embedded model (a tiny Qwen3, bf16, under 4 MB); `envs_examples/demo_model`
+makes it again."""
 
 __all__ = ["MODEL_DIR"]

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.demo import MODEL_DIR
-from agentrl.demo.build import MODEL
-from agentrl.demo.demonstrations import Demonstrations, Habits, draw_episode, draw_name, messages, pieces
-from agentrl.demo.tokenizer import (
+from agentrl.envs.builtin.search import SearchEnv, names, world
+from agentrl.envs.builtin.search.env import search_tool_schema
+from envs_examples.demo_model.build import MODEL
+from envs_examples.demo_model.demonstrations import Demonstrations, Habits, draw_episode, draw_name, messages, pieces
+from envs_examples.demo_model.tokenizer import (
     MARKUP_TOKENS,
     SPECIAL_TOKENS,
     VOCAB_SIZE,
@@ -21,8 +23,6 @@ from agentrl.demo.tokenizer import (
     chat_template,
     save_tokenizer,
 )
-from agentrl.envs.builtin.search import SearchEnv, names, world
-from agentrl.envs.builtin.search.env import search_tool_schema
 
 transformers = pytest.importorskip("transformers")
 
@@ -36,7 +36,7 @@ def test_the_shipped_tokenizer_is_the_one_the_code_builds(tmp_path: Path):
     save_tokenizer(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / name).read_text("utf-8") == (MODEL_DIR / name).read_text("utf-8"), (
-            f"{name} is out of date: run python -m agentrl.demo.build, the model must be trained again"
+            f"{name} is out of date: run python -m envs_examples.demo_model.build, the model must be trained again"
         )
 
 
@@ -192,7 +192,7 @@ def test_messages_render_to_the_same_text_as_the_pieces(tokenizer):
 
 def test_the_build_runs_and_gives_the_same_model_again(tmp_path: Path):
     torch = pytest.importorskip("torch")
-    from agentrl.demo.build import Phase, Recipe, build
+    from envs_examples.demo_model.build import Phase, Recipe, build
 
     recipe = Recipe(
         phases=(Phase("copy", 2, 1e-3, batch=2), Phase("skill", 2, 1e-3, batch=2, habits=Habits())),
@@ -209,7 +209,7 @@ def test_the_build_runs_and_gives_the_same_model_again(tmp_path: Path):
 
 
 def test_the_shipped_model_was_built_by_the_recipe_and_starts_where_it_should():
-    from agentrl.demo.build import Recipe
+    from envs_examples.demo_model.build import Recipe
 
     record = json.loads((MODEL_DIR / "build.json").read_text(encoding="utf-8"))
     assert record["recipe"] == json.loads(json.dumps(dataclasses.asdict(Recipe())))
@@ -220,7 +220,7 @@ def test_the_shipped_model_was_built_by_the_recipe_and_starts_where_it_should():
 
 
 def test_the_shipped_model_searches_once_and_answers():
-    from agentrl.demo.rehearsal import rehearse, success_rates
+    from envs_examples.demo_model.rehearsal import rehearse, success_rates
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL_DIR)
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL_DIR).float().eval()

@@ -1,4 +1,4 @@
-"""Make the demo model: ``python -m agentrl.demo.build --seed 0 --out DIR``.
+"""Make the demo model: ``python -m envs_examples.demo_model.build --seed 0 --out DIR``.
 
 A 1 M-parameter Qwen3 is trained from nothing in three phases: copying of random words (without it a model this
 small does not learn to copy from its context in reasonable time), right demonstrations, then
@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl.demo.demonstrations import Demonstrations, Habits
-from agentrl.demo.tokenizer import VOCAB_SIZE, save_tokenizer
 from agentrl.envs.builtin.search import names
+from envs_examples.demo_model.demonstrations import Demonstrations, Habits
+from envs_examples.demo_model.tokenizer import VOCAB_SIZE, save_tokenizer
 
 MODEL = {
     "vocab_size": VOCAB_SIZE,
@@ -156,7 +156,7 @@ def measure(model: Any, tokenizer: Any, *, tasks: int) -> dict[str, dict[str, fl
     """Success on held-out questions, greedy and at temperature 1, of the weights as they are saved."""
     import torch
 
-    from agentrl.demo.rehearsal import rehearse, success_rates
+    from envs_examples.demo_model.rehearsal import rehearse, success_rates
 
     rounded = copy.deepcopy(model).to(torch.bfloat16).float().eval()
     torch.manual_seed(0)
@@ -186,7 +186,7 @@ def build(out: Path, seed: int, recipe: Recipe) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     """Command line of the module."""
-    parser = argparse.ArgumentParser(prog="python -m agentrl.demo.build", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="of weights, words and demonstrations")
     parser.add_argument("--out", type=Path, required=True, help="directory for the checkpoint")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads for torch")

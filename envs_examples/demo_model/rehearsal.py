@@ -1,6 +1,6 @@
 """Episodes of the demo model with transformers alone, to measure a checkpoint while it is made.
 
-Training and evaluation proper go through the engine; this is the yardstick of :mod:`agentrl.demo.build`.
+Training and evaluation proper go through the engine; this is the yardstick of :mod:`envs_examples.demo_model.build`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.demo.demonstrations import RESPONSE
 from agentrl.envs.builtin.search.env import SearchEnv
+from envs_examples.demo_model.demonstrations import RESPONSE
 
 
 @dataclass
