@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from agentrl.config.layers import load_options
 from agentrl.config.options import PathText
+from agentrl.config.schema import RunCheckpoint
 from agentrl.config.validate import checkpoint_problem
 from agentrl.errors import ConfigError
 
@@ -17,15 +18,11 @@ Write a checkpoint of a training run as a Hugging Face model: weights, configura
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
+class ExportOptions(RunCheckpoint):
     """Export"""
 
-    run: PathText | None = None
-    """Training run whose checkpoint is exported."""
     output_dir: PathText | None = None
     """Folder to write; it must not hold anything yet."""
-    checkpoint: str = "newest"
-    """Checkpoint to take: `newest`, `best` (see --best-metric of training), or its number of rollouts."""
 
 
 SYNOPSIS, OPTIONS = "export --run RUN --output-dir DIR", ExportOptions

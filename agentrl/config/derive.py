@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from agentrl.config.presets import DEMO, demo_folder
+from agentrl.config.presets import DEMO, model_folder
 from agentrl.config.schema import Config, EngineOptions, EvalConfig
 from agentrl.errors import ConfigError
 
@@ -49,8 +49,8 @@ def derive(config: AnyConfig) -> AnyConfig:
     """
     changes: dict[str, Any] = _engines(config)
     served = isinstance(config, EvalConfig) and config.base_url is not None
-    if config.hf_checkpoint == DEMO or (config.hf_checkpoint is None and not served):
-        changes["hf_checkpoint"] = str(demo_folder())
+    if config.hf_checkpoint is not None or not served:
+        changes["hf_checkpoint"] = model_folder(config.hf_checkpoint or DEMO)
     changes["eval_env"] = split_names(config.eval_env)
     if isinstance(config, EvalConfig):
         return config.replace(**changes, env=split_names(config.env))
@@ -63,8 +63,7 @@ def derive(config: AnyConfig) -> AnyConfig:
     if config.actor_num_gpus_per_node is None:
         changes["actor_num_gpus_per_node"] = max(1, -(-config.model_parallel_size // max(1, config.actor_num_nodes)))
     if config.use_kl_loss or config.kl_coef:
-        given = config.ref_load or changes.get("hf_checkpoint", config.hf_checkpoint)
-        changes["ref_load"] = str(demo_folder()) if given == DEMO else given
+        changes["ref_load"] = model_folder(config.ref_load or changes["hf_checkpoint"])
     return config.replace(**changes)
 
 
@@ -82,7 +81,7 @@ def _batch(config: Config) -> dict[str, int]:
     if known is None:
         steps = 1 if steps is None else steps
         flag, known = "--num-steps-per-rollout", steps
-    if known < 1 or product % known:
+    if product % known:
         rule = batch_rule(config, "?" if size is None else size, "?" if steps is None else steps)
         raise ConfigError(f"{flag} {known} does not divide the rollout: {rule}. Give a divisor of {product}.")
     return {"global_batch_size": size or product // known, "num_steps_per_rollout": steps or product // known}
@@ -92,8 +91,6 @@ def _engines(config: EngineOptions) -> dict[str, int]:
     engines, gpus, each = config.rollout_num_engines, config.rollout_num_gpus, config.rollout_num_gpus_per_engine
     if engines is not None and gpus is not None:
         return {}
-    if each < 1:
-        raise ConfigError(f"--rollout-num-gpus-per-engine: expected at least 1, got {each}")
     if gpus is None:
         engines = 1 if engines is None else engines
         return {"rollout_num_engines": engines, "rollout_num_gpus": engines * each}

@@ -71,7 +71,7 @@ def resolve(config_class: type[AnyConfig], argv: Sequence[str]) -> Resolved[AnyC
             if isinstance(value, tuple):  # a later list of task files replaces an earlier one
                 merged.values.pop(name, None)
             merged.put(name, value, layer.sources[name])
-    config = derive(config_class(**_expanded(config_class, merged.values)))
+    config = derive(config_class(**merged.values))
     kind: type = config_class
     fields = options(kind)
     deliberate = {
@@ -90,22 +90,11 @@ def _complete(config_class: type[T], layers: list[Given]) -> T:
         ConfigError: All that is wrong in itself, in any of them: names, and values of the wrong type or out of range.
     """
     values = {name: value for layer in layers for name, value in layer.values.items()}
-    config = config_class(**_expanded(config_class, values))
+    config = config_class(**values)
     problems = [problem for layer in layers for problem in layer.problems] + list(value_problems(config))
     if problems:
         raise ConfigError("\n".join(problems))
     return config
-
-
-def _expanded(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
-    """``~`` at the start of paths becomes the home folder."""
-    fields = options(config_class)
-    home = {
-        name: str(Path(value).expanduser())
-        for name, value in values.items()
-        if fields[name].is_path and isinstance(value, str) and value.startswith("~")
-    }
-    return {**values, **home}
 
 
 def _last(layers: list[Given], name: str) -> Any:
@@ -116,17 +105,17 @@ def _run_layer(config_class: type, layers: list[Given]) -> Given | None:
     """The configuration of the run to go on from, or to evaluate."""
     training = config_class is Config
     path = _last(layers, "load" if training else "run")
-    folder = None if path is None else run_folder_of(path)
-    if path is None or folder is None:
-        if path is not None and not training:
+    if path is None:
+        return None
+    if (folder := run_folder_of(path)) is None:
+        if not training:
             raise ConfigError(f"--run {path}: not a run folder (no config.json of a training run in it)")
-        if path is not None:
-            _check_without_run(Path(path).expanduser(), layers)
+        _check_without_run(Path(path), layers)
         return None
     of_run = read_run_config(folder)
     values = {name: value for name, value in of_run.items() if training or name in options(config_class)}
     elsewhere = _last(layers, "output_dir")
-    forks = elsewhere is not None and Path(elsewhere).expanduser().resolve() != folder.resolve()
+    forks = elsewhere is not None and Path(elsewhere).resolve() != folder.resolve()
     # What a run saves and exports to is its own: one that forks from it must not replace that.
     left_out = ["load", "output_dir", *(("save", "save_hf") if forks else ())]
     if not training:
@@ -154,7 +143,7 @@ def _check_without_run(path: Path, layers: list[Given]) -> None:
     Raises:
         ConfigError: it is neither.
     """
-    targets = [Path(t).expanduser().resolve() for name in ("save", "output_dir") if (t := _last(layers, name))]
+    targets = [Path(t).resolve() for name in ("save", "output_dir") if (t := _last(layers, name))]
     used = any((path / name).exists() for name in ("config.json", OWNER)) or any(path.glob("step_*"))
     if path.resolve() in targets and not used:
         for layer in layers:

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import re
 import sys
 import types
@@ -142,10 +143,13 @@ class Option:
         return "a path" if self.is_path else _EXPECTED.get(self.kind, "a value")
 
     def read(self, value: Any, *, text: bool = False) -> Any:
-        """``value`` as the option holds it. Raises ValueError when it is of another type, or no choice.
+        """``value`` as the option holds it, the home folder for ``~`` in a path.
 
         Args:
             value: from a file, or one word of a command line, which is ``text``.
+
+        Raises:
+            ValueError: it is of another type, or no choice.
         """
         if self.nullable and (value is None or (text and str(value).lower() in ("none", "null"))):
             return None
@@ -167,7 +171,7 @@ class Option:
         found = _scalar(self.kind, value, text)
         if self.choices and found not in self.choices:
             raise ValueError(value)
-        return found
+        return os.path.expanduser(found) if self.is_path else found
 
 
 def described(hint: Any) -> tuple[dict[str, Any], list[Any]]:

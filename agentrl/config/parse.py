@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -109,42 +110,66 @@ def parse_flags(config_class: type, argv: Sequence[str]) -> tuple[Given, str | N
 
 def _put_flag(config_class: type, given: Given, name: str, words: list[str], inline: bool) -> int:
     """Read the flag ``--name``; returns the number of words used. Raises ConfigError."""
-    fields, flag = options(config_class), f"--{name}"
-    table = {option.flag[2:]: option for option in fields.values() if option.kind != "passthrough"}
-    table |= {alias: fields[name] for alias, name in ALIASES.get(config_class.__name__, {}).items()}
-    off = table.get(name.removeprefix("no-"))
-    if name in table:
-        value, used = _value(table[name], flag, words, inline)
-        given.put(table[name].name, tuple(value) if table[name].kind == "list" else value, flag)
-        return used
-    if name.startswith("no-") and off is not None and off.kind == "bool":
+    flag, used = f"--{name}", 0
+    value: Any = False
+    if _needless(config_class, given, name, flag):
+        return len(words)
+    if (found := _find(config_class, name, flag, as_flag=True)) is not None:
+        value, used = _value(found[1], flag, words, inline)
+    else:
+        found = _find(config_class, name[3:], flag, as_flag=True) if name.startswith("no-") else None
+        if found is None or found[1].kind != "bool" or found[0] == "sglang":
+            raise ConfigError(_unknown(config_class, name, flag, as_flag=True))
         if inline:
             raise ConfigError(f"{flag} takes no value, got {words[0]!r}")
-        given.put(off.name, False, flag)
-        return 0
-    for_training = "megatron" in fields
-    if for_training and (reason := IMPLIED.get(name)) is not None:
-        given.notes.append(f"{flag} has no effect: {reason}.")
-        return len(words)
-    if name.startswith("sglang-") and "sglang" in fields and name not in RENAMED:
-        field = sglang_field(flag, name.removeprefix("sglang-"))
-        value, used = _value(field, flag, words, inline)
-        given.put("sglang", {field.name: value}, flag)
-        return used
-    off_name = name.removeprefix("no-")
-    if for_training and (found := megatron_field(flag, off_name)) and (off_name == name or found.kind == "bool"):
-        value, used = _value(found, flag, words, inline) if off_name == name else (False, 0)
-        given.put("megatron", {found.name: value}, flag)
-        return used
-    switches = [f"no-{n}" for n, option in table.items() if option.kind == "bool"]
-    message = unknown_message(flag, name, [*table, *switches, "config"], as_flag=True)
-    if for_training and "lists all" in message:  # nothing of ours is like it
-        if (known := megatron_fields()) is not None:
-            raise ConfigError(unknown_message(flag, name, [n.replace("_", "-") for n in known], as_flag=True))
-        from agentrl.versions import install_command
+    field, option = found
+    if field != option.name:
+        value = {option.name: value}
+    given.put(field, tuple(value) if isinstance(value, list) else value, flag)
+    return used
 
-        message += f" Megatron's own flags are taken when megatron-core is installed: {install_command('train')}."
-    raise ConfigError(message)
+
+def _needless(config_class: type, given: Given, name: str, source: str) -> bool:
+    """Whether an option asks for what is so anyway; that is noted, and nothing is set."""
+    if name not in IMPLIED or "megatron" not in options(config_class):
+        return False
+    given.notes.append(f"{source} has no effect: {IMPLIED[name]}.")
+    return True
+
+
+def _names(config_class: type, as_flag: bool) -> dict[str, Option]:
+    """Names of our own options, with dashes, as flags or as keys of a file."""
+    fields = options(config_class)
+    table = {
+        option.flag[2:] if as_flag else name.replace("_", "-"): option
+        for name, option in fields.items()
+        if not (as_flag and option.kind == "passthrough")
+    }
+    return table | {alias: fields[name] for alias, name in ALIASES.get(config_class.__name__, {}).items()}
+
+
+def _find(config_class: type, name: str, source: str, *, as_flag: bool) -> tuple[str, Option] | None:
+    """The field that ``name`` (with dashes) sets, and the option that reads its value: of another package, one key of
+    the field ``sglang`` or ``megatron``. None: there is no such option. Raises ConfigError: it cannot be set."""
+    if (own := _names(config_class, as_flag).get(name)) is not None:
+        return own.name, own
+    if name.startswith("sglang-") and "sglang" in options(config_class) and name not in RENAMED:
+        return "sglang", sglang_field(source, name.removeprefix("sglang-"))
+    found = megatron_field(source, name) if "megatron" in options(config_class) else None
+    return ("megatron", found) if found is not None else None
+
+
+def _unknown(config_class: type, name: str, source: str, *, as_flag: bool) -> str:
+    ours = _names(config_class, as_flag)
+    switches = [f"no-{n}" for n, option in ours.items() if option.kind == "bool"] if as_flag else []
+    message = unknown_message(source, name, [*ours, *switches, "config"], as_flag=as_flag)
+    if "megatron" not in options(config_class) or "lists all" not in message:
+        return message
+    if (known := megatron_fields()) is not None:  # nothing of ours is like it
+        return unknown_message(source, name, [n.replace("_", "-") for n in known], as_flag=as_flag)
+    from agentrl.versions import install_command
+
+    return f"{message} Megatron's own flags are taken when megatron-core is installed: {install_command('train')}."
 
 
 def _value(option: Option, flag: str, words: list[str], inline: bool) -> tuple[Any, int]:
@@ -185,66 +210,52 @@ def parse_mapping(config_class: type, values: dict[str, Any], where: str) -> Giv
 
 def _put_key(config_class: type, given: Given, key: str, source: str, value: Any) -> None:
     """Read one key of a file. Raises ConfigError."""
-    fields, name = options(config_class), key.replace("-", "_")
-    name = ALIASES.get(config_class.__name__, {}).get(name, name)
-    bare = name.replace("_", "-")
-    if name not in fields:
-        if name.startswith("sglang_") and "sglang" in fields:
-            name, value = "sglang", {name.removeprefix("sglang_"): value}
-        elif "megatron" in fields and (reason := IMPLIED.get(bare)) is not None:
-            given.notes.append(f"{source} has no effect: {reason}.")
-            return
-        elif "megatron" in fields and megatron_field(source, name) is not None:
-            name, value = "megatron", {name: value}
-        else:
-            known = [n.replace("_", "-") for n in fields]
-            raise ConfigError(unknown_message(source, bare, known, as_flag=False))
-    option = fields[name]
-    if option.kind == "list":  # one alone may stand without a list, and no text is none
-        value = tuple(item for item in _read(option, source, [value] if isinstance(value, str) else value) if item)
+    name = key.replace("_", "-")
+    if _needless(config_class, given, name, source):
+        return
+    if (found := _find(config_class, name, source, as_flag=False)) is None:
+        raise ConfigError(_unknown(config_class, name, source, as_flag=False))
+    field, option = found
+    if option.kind == "list" and field == option.name:  # one alone may stand without a list, and no text is none
+        items = _read(option, source, [value] if isinstance(value, str) else value)
+        value = tuple(item for item in items if item)
     else:
         value = _read(option, source, value)
-    if name in ("sglang", "megatron"):
-        value = dict(_foreign_item(name, f"{source}.{key}", key, item) for key, item in value.items())
-    given.put(name, value, source)
+    if field != option.name:
+        value = {option.name: value}
+    elif option.kind == "passthrough":
+        value = dict(_foreign_item(field, f"{source}.{key}", key, item) for key, item in value.items())
+    given.put(field, value, source)
 
 
 def _foreign_item(package: str, source: str, key: str, value: Any) -> tuple[str, Any]:
     """One key of the table [sglang] or [megatron]. Raises ConfigError."""
     found = sglang_field(source, key) if package == "sglang" else megatron_field(source, key)
     if found is None and (known := megatron_fields()) is not None:
-        raise ConfigError(
-            unknown_message(source, key.replace("_", "-"), [n.replace("_", "-") for n in known], as_flag=False)
-        )
+        names = [n.replace("_", "-") for n in known]
+        raise ConfigError(unknown_message(source, key.replace("_", "-"), names, as_flag=False))
     found = found or Option(key.replace("-", "_"), "any")
     return found.name, _read(found, source, value)
 
 
 def read_file(path: str) -> dict[str, Any]:
     """The mapping in a TOML, YAML or JSON file. Raises ConfigError naming the file and the line."""
-    readers: dict[str, Callable[[str], Any]] = {".toml": _toml, ".yaml": _yaml, ".yml": _yaml, ".json": json.loads}
-    file = Path(path).expanduser()
+    readers: dict[str, Callable[[str], Any]] = {"toml": tomllib.loads, "yaml": _yaml, "yml": _yaml, "json": json.loads}
     try:
-        text = file.read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read: {error}") from None
-    reader = readers.get(file.suffix.lower())
-    if reader is None:
+    form = Path(path).suffix[1:].lower()
+    if form not in readers:
         raise ConfigError(f"--config {path}: expected a .toml, .yaml or .json file")
     try:
-        values = reader(text)
+        values = readers[form](text)
     except ValueError as error:
-        form = file.suffix[1:].upper().replace("YML", "YAML")
+        form = form.upper().replace("YML", "YAML")
         raise ConfigError(f"--config {path}: not valid {form}: {' '.join(str(error).split())}") from None
     if values is not None and not isinstance(values, dict):
         raise ConfigError(f"--config {path}: expected keys and values, got {type(values).__name__}")
     return values or {}
-
-
-def _toml(text: str) -> Any:
-    import tomllib
-
-    return tomllib.loads(text)
 
 
 def _yaml(text: str) -> Any:

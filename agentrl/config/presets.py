@@ -59,6 +59,11 @@ def demo_alone(config: Config | EvalConfig) -> str | None:
     )
 
 
+def model_folder(named: str) -> str:
+    """The folder of a model as ``--hf-checkpoint`` names it: the embedded one may be named ``demo``."""
+    return str(demo_folder()) if named == DEMO else named
+
+
 def demo_folder() -> Path:
     """Folder of the embedded model."""
     return Path(__file__).resolve().parent.parent / "assets" / "demo"

@@ -181,8 +181,8 @@ class ModelOptions:
     """Model"""
 
     hf_checkpoint: PathText | None = None
-    """Folder of the model in Hugging Face form. Without it: the embedded demo model, with its preset of starting
-    values."""
+    """Folder of the model in Hugging Face form. Without it: the embedded demo model, and in training and evaluation its
+    preset of starting values."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Precision of engines and trainer; `auto` is fp32 on the CPU and bf16 on GPUs."""
     threads: Positive | None = None
@@ -346,14 +346,20 @@ class ServerOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationRunOptions:
-    """Evaluation run"""
+class RunCheckpoint:
+    """Checkpoint of a training run"""
 
     run: PathText | None = None
-    """Training run of which a checkpoint is evaluated, with that run's environment and limits; in place of
-    --hf-checkpoint."""
+    """Training run of which a checkpoint is taken, in place of --hf-checkpoint. An evaluation also takes its
+    environment and limits."""
     checkpoint: str = "newest"
     """Checkpoint of --run: `newest`, `best` (see --best-metric of training), or its number of rollouts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRunOptions(RunCheckpoint):
+    """Evaluation run"""
+
     split: str = "test"
     """Split to evaluate. The training split is taken only when it is asked for by name, and the report says so."""
     task_id: tuple[str, ...] = ()
@@ -617,15 +623,9 @@ class EvalConfig(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(PassedOn, TemplateOptions):
+class ServeOptions(PassedOn, TemplateOptions, RunCheckpoint, ModelOptions):
     """Serving"""
 
-    hf_checkpoint: PathText | None = None
-    """Folder of the model in Hugging Face form. Without it and without --run: the embedded demo model."""
-    run: PathText | None = None
-    """Training run of which a checkpoint is served, in place of --hf-checkpoint."""
-    checkpoint: str = "newest"
-    """Checkpoint of --run: `newest`, `best` (see --best-metric of training), or its number of rollouts."""
     served_model_name: str | None = None
     """Name that clients ask for; unset: the folder's name, or `RUN@STEP`."""
     host: str = "127.0.0.1"
@@ -648,10 +648,6 @@ class ServeOptions(PassedOn, TemplateOptions):
     """GPUs of one engine (its tensor-parallel size)."""
     router_policy: Literal["cache_aware", "round_robin", "random"] = "cache_aware"
     """How the router chooses an engine; `cache_aware` sends a conversation where its beginning is cached."""
-    dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Precision; `auto` is fp32 on the CPU and bf16 on GPUs."""
-    threads: Positive | None = None
-    """CPU threads of each engine; unset: the cores divided among them."""
     engine_timeout: Seconds = 600.0
     """Longest wait in seconds for an engine to start."""
     seed: Count = 0

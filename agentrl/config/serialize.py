@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from agentrl.config.options import options
 from agentrl.config.parse import parse_mapping
-from agentrl.config.presets import DEMO, demo_folder
+from agentrl.config.presets import DEMO, demo_folder, model_folder
 from agentrl.errors import CheckpointError
 
 T = TypeVar("T")
@@ -39,8 +39,8 @@ def from_dict(config_class: type[T], values: dict[str, Any]) -> T:
     """
     given = parse_mapping(config_class, values, config_class.__name__).readable().values
     for name in ("hf_checkpoint", "ref_load"):
-        if given.get(name) == DEMO:
-            given[name] = str(demo_folder())
+        if given.get(name) is not None:
+            given[name] = model_folder(given[name])
     return config_class(**given)
 
 

@@ -113,7 +113,7 @@ def decoder(result: EvalResult, folder: str | None = None) -> Decode:
 
 def _model_folder(config: dict[str, Any]) -> Path | None:
     """Where the run's model was; training leaves the tokenizer as it is, so that of the first weights will do."""
-    from agentrl.config.presets import DEMO, demo_folder
+    from agentrl.config.presets import model_folder
     from agentrl.config.serialize import read_run_config, run_folder_of
 
     if config.get("base_url"):
@@ -122,9 +122,7 @@ def _model_folder(config: dict[str, Any]) -> Path | None:
     if run is not None:
         config = read_run_config(run)
     named = config.get("hf_checkpoint")
-    if named is None:
-        return None
-    return Path(demo_folder()) if named == DEMO else Path(named)
+    return None if named is None else Path(model_folder(named))
 
 
 # -- the page ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.config.presets import DEMO, demo_folder
+from agentrl.config.presets import DEMO, model_folder
 from agentrl.config.schema import ServeOptions
 from agentrl.config.template import template_source, template_variables
 from agentrl.data.files import storage_errors
@@ -216,7 +216,7 @@ def _model_folder(options: ServeOptions) -> str:
         from agentrl.data.checkpoint import CheckpointStore
 
         return str(CheckpointStore.open_run(options.run, which=options.checkpoint).hf_folder)
-    folder = demo_folder() if options.hf_checkpoint in (None, DEMO) else Path(options.hf_checkpoint)
+    folder = Path(model_folder(options.hf_checkpoint or DEMO))
     if not (folder / "config.json").is_file():
         raise ConfigError(f"--hf-checkpoint {folder}: no model there (no config.json); give the folder of an HF model")
     return str(folder)

@@ -34,7 +34,7 @@ def demo_model(monkeypatch, tmp_path):
     folder = tmp_path / "assets" / "demo"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 4, "max_position_embeddings": 1024}))
-    for module in ("derive", "serialize"):
+    for module in ("presets", "serialize"):
         monkeypatch.setattr(f"agentrl.config.{module}.demo_folder", lambda: folder)
     return str(folder)
 
