@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING
 
 from agentrl.algorithms.base import Algorithm, trainable, zero_variance_fraction
 from agentrl.algorithms.batch import TrainBatch
+from agentrl.algorithms.cispo import CISPO
+from agentrl.algorithms.dr_grpo import DrGRPO
 from agentrl.algorithms.grpo import GRPO
+from agentrl.algorithms.gspo import GSPO
+from agentrl.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from agentrl.algorithms.rloo import RLOO
 from agentrl.errors import ConfigError
 from agentrl.loading import is_spec, load_object
 
@@ -20,7 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ALGORITHMS", "Algorithm", "TrainBatch", "load_algorithm", "trainable", "zero_variance_fraction"]
 
-ALGORITHMS: dict[str, type[Algorithm]] = {cls.name: cls for cls in (GRPO,)}
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    cls.name: cls for cls in (GRPO, DrGRPO, GSPO, CISPO, RLOO, ReinforcePlusPlus, ReinforcePlusPlusBaseline)
+}
 
 
 def load_algorithm(options: AlgorithmOptions) -> Algorithm:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from agentrl.algorithms.aggregation import aggregate
 from agentrl.algorithms.batch import TrainBatch
 from agentrl.errors import ConfigError, DataError
 from agentrl.types import Group, Outcome, StopReason, Trajectory
@@ -47,8 +48,9 @@ class Algorithm:
     terms: ClassVar[tuple[str, ...]] = ("clipped_surrogate", "kl", "entropy")
     """Loss terms, by the name of a function in :mod:`agentrl.trainer.losses` or of a method of this class with the
     same arguments."""
-    aggregation: str | Callable[[np.ndarray], np.ndarray] = "token_mean"
-    """How the terms of tokens become one number, see :mod:`agentrl.algorithms.aggregation`."""
+    aggregation: str | Callable[[np.ndarray], np.ndarray] = "token-mean"
+    """How the terms of tokens become one number unless ``--loss-agg-mode`` says, see
+    :mod:`agentrl.algorithms.aggregation`."""
     sequence_ratio: ClassVar[bool] = False
     """The probability ratio is that of the whole trajectory, see :meth:`log_ratio`."""
 
@@ -141,12 +143,39 @@ class Algorithm:
             columns[name] = np.where(batch.loss_mask == 1, values, 0).astype(np.float32)
         return columns
 
-    def rewards(self, batch: TrainBatch) -> np.ndarray:
-        """float64[R]: rewards less ``--kl-coef`` times the trajectory's log(old / ref), its KL to the reference (RLOO,
-        arXiv:2402.14740, equation 1)."""
-        if not self.options.kl_coef:
+    def aggregate(self, batch: TrainBatch, samples: Sequence[int]) -> np.ndarray:
+        """float64[T]: the weight of each token in an optimizer step of these sequences."""
+        how = self.options.loss_agg_mode or self.aggregation
+        return aggregate(batch, samples, how, self.options.loss_scale_factor)
+
+    def kl_to_reference(self, batch: TrainBatch) -> np.ndarray:
+        """float[T]: log(old / ref) of each token, whose sum over a trajectory estimates its KL to the reference."""
+        return batch["old"] - batch["ref"]
+
+    def rewards(self, batch: TrainBatch, *, kl: bool = True) -> np.ndarray:
+        """float64[R]: rewards less ``--kl-coef`` times the trajectory's KL to the reference (RLOO, arXiv:2402.14740,
+        equation 1)."""
+        if not (self.options.kl_coef and kl):
             return batch.rewards
-        return batch.rewards - self.options.kl_coef * batch.sums(batch["old"] - batch["ref"])
+        return batch.rewards - self.options.kl_coef * batch.sums(self.kl_to_reference(batch))
+
+    def rewards_to_go(self, batch: TrainBatch, *, kl: bool = True) -> np.ndarray:
+        """float64[R, 1]: :meth:`rewards`. With ``--credit-level turn`` float64[R, K]: what each trajectory earned from
+        its turn k on, ``G_k = r_k + gamma G_{k+1}``; the KL of a turn's tokens is taken from its reward.
+
+        After its last turn a trajectory keeps that turn's return. So a baseline of turn k is made of all members of the
+        group, whenever they ended: it does not depend on how many turns there will be, and brings no bias. Where all
+        is earned in the last turn and gamma is 1, every turn has the trajectory's reward.
+        """
+        if self.options.credit_level == "trajectory":
+            return self.rewards(batch, kl=kl)[:, None]
+        returns = batch.rewards_of_turns.copy()
+        if self.options.kl_coef and kl:
+            returns -= self.options.kl_coef * batch.sums_of_turns(self.kl_to_reference(batch))
+        last = batch.turns_of - 1
+        for turn in range(returns.shape[1] - 2, -1, -1):
+            returns[:, turn] += np.where(turn < last, self.options.gamma * returns[:, turn + 1], 0)
+        return np.take_along_axis(returns, np.minimum(np.arange(returns.shape[1]), last[:, None]), axis=1)
 
 
 def zero_variance_fraction(batch: TrainBatch) -> float:

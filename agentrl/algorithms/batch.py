@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -9,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from agentrl.errors import DataError, LedgerError
-from agentrl.types import Group, Trajectory
+from agentrl.types import Group, Outcome, Trajectory
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,9 @@ class TrainBatch:
 
     ``tokens`` int32[T]; ``loss_mask`` uint8[T], 1 where the policy sampled; ``lengths`` int32[S].
     ``trajectory_of`` int32[S] is the number of a sequence's trajectory, ``segments`` int32[S] its own number in it.
-    ``trajectory_ids``, ``group_ids``, ``episode_ids``, ``rewards`` float64[R] and ``turn_rewards`` are of the
-    trajectories, in order. What is compared shares a group; what stays in one optimizer step shares an episode.
+    ``trajectory_ids``, ``group_ids``, ``episode_ids``, ``rewards`` float64[R], ``turn_rewards`` and ``truncated``
+    bool[R] (a budget ended it) are of the trajectories, in order. What is compared shares a group; what stays in one
+    optimizer step shares an episode.
 
     ``columns`` are arrays [T], 0 where nothing was sampled: ``rollout`` (log-probabilities of the engine that
     sampled) and ``versions`` from the start; ``old``, ``ref`` as the trainer infers them; ``advantage`` as the
@@ -37,6 +39,7 @@ class TrainBatch:
     episode_ids: tuple[str, ...]
     rewards: np.ndarray
     turn_rewards: tuple[tuple[float, ...], ...]
+    truncated: np.ndarray
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -85,6 +88,7 @@ class TrainBatch:
             episode_ids=tuple(t.episode_id for t in trajectories),
             rewards=np.array([t.reward for t in trajectories], np.float64),
             turn_rewards=tuple(tuple(t.turn_rewards) for t in trajectories),
+            truncated=np.array([t.outcome is Outcome.TRUNCATED for t in trajectories], bool),
         )
 
     def with_columns(self, **columns: np.ndarray) -> TrainBatch:
@@ -153,6 +157,39 @@ class TrainBatch:
         return np.cumsum(np.diff(mask, prepend=np.int8(0)) == 1) - 1
 
     @cached_property
+    def turns_of(self) -> np.ndarray:
+        """int64[R]: turns of each trajectory, over all its segments."""
+        first = np.diff(self.turn, prepend=-1) == 1
+        return np.bincount(self.trajectory[first], minlength=self.num_trajectories)
+
+    @cached_property
+    def turn_in_trajectory(self) -> np.ndarray:
+        """int64[T]: the turn of each sampled token, counted in its trajectory from 0."""
+        before = np.cumsum(self.turns_of) - self.turns_of
+        return np.maximum(self.turn - before[self.trajectory], 0)
+
+    @cached_property
+    def rewards_of_turns(self) -> np.ndarray:
+        """float64[R, K]: the reward of each turn, 0 after a trajectory's last one.
+
+        Where rewards and turns do not match in number (a custom generate function gives one for all), the whole reward
+        is that of the last turn; so is what the trajectory earned beside its turns.
+        """
+        rewards = np.zeros((self.num_trajectories, int(self.turns_of.max(initial=0))))
+        for row, given, turns, whole in zip(rewards, self.turn_rewards, self.turns_of, self.rewards, strict=True):
+            if len(given) == turns:
+                row[:turns] = given
+            rest = whole - math.fsum(row)
+            if abs(rest) > 1e-9 and turns:
+                row[turns - 1] += rest
+        return rewards
+
+    @property
+    def in_loss(self) -> np.ndarray:
+        """bool[T]: tokens that are in the loss if they were sampled: all, or what the column ``in_loss`` says."""
+        return self.columns["in_loss"] != 0 if "in_loss" in self.columns else np.ones(self.num_tokens, bool)
+
+    @cached_property
     def group_of(self) -> np.ndarray:
         """int64[R]: the number of each trajectory's group, in the order of first appearance."""
         number = {name: n for n, name in enumerate(dict.fromkeys(self.group_ids))}
@@ -184,6 +221,21 @@ class TrainBatch:
         """float64[R]: the mean of per-token ``values`` over the sampled tokens of each trajectory."""
         return self.sums(values) / np.maximum(self.sums(np.ones(self.num_tokens)), 1)
 
+    def sums_of_turns(self, values: np.ndarray) -> np.ndarray:
+        """float64[R, K]: per-token ``values`` summed over the sampled tokens of each turn."""
+        shape = self.num_trajectories, int(self.turns_of.max(initial=0))
+        place = self.trajectory * shape[1] + self.turn_in_trajectory
+        return np.bincount(place, weights=values * self.loss_mask, minlength=shape[0] * shape[1]).reshape(shape)
+
+    def from_here(self, values: np.ndarray) -> np.ndarray:
+        """float64[T]: per-token ``values`` summed from each token to the end of its trajectory, over sampled ones."""
+        own = values * self.loss_mask.astype(np.float64)
+        return np.cumsum(self.sums(own))[self.trajectory] - np.cumsum(own) + own
+
     def spread(self, values: np.ndarray) -> np.ndarray:
-        """float32[T]: a number a trajectory, [R], on each of its sampled tokens; 0 elsewhere."""
-        return self.loss_mask * np.asarray(values, np.float32)[self.trajectory]
+        """float32[T]: a number a trajectory, [R], or one a turn, [R, K], on each sampled token of it; 0 elsewhere. One
+        column, [R, 1], is of all turns."""
+        values = np.asarray(values, np.float32)
+        if values.ndim == 2:
+            return self.loss_mask * values[self.trajectory, np.minimum(self.turn_in_trajectory, values.shape[1] - 1)]
+        return self.loss_mask * values[self.trajectory]

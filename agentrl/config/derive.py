@@ -19,6 +19,7 @@ DERIVED = {
         *("actor_num_nodes", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     ),
     "eps_clip_high": ("eps_clip",),
+    "loss_scale_factor": ("rollout_max_context_len", "rollout_max_response_len", "max_turns"),
     "ref_load": ("hf_checkpoint",),
     "store_train_tokens": ("rollout_batch_size", "n_samples_per_prompt", "rollout_max_context_len"),
 }
@@ -57,6 +58,9 @@ def derive(config: AnyConfig) -> AnyConfig:
     changes |= _batch(config)
     changes["chat_template_date"] = config.chat_template_date or datetime.date.today().isoformat()
     changes["eps_clip_high"] = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
+    if config.loss_scale_factor is None:
+        answers = config.max_turns * config.rollout_max_response_len
+        changes["loss_scale_factor"] = min(config.rollout_max_context_len, answers)
     if config.store_train_tokens is None:
         episodes = config.rollout_batch_size * config.n_samples_per_prompt
         changes["store_train_tokens"] = episodes * config.rollout_max_context_len <= STORED_TOKENS

@@ -29,10 +29,8 @@ NOT_AVAILABLE = {
     "tis-clip-low": _TIS,
     "tis-level": _TIS,
     "auto-resume": "restarting by itself (--load RUN continues a run)",
-    "gamma": "PPO",
     "lambd": "PPO",
     "num-critic-only-steps": "PPO",
-    "normalize-advantages": "normalizing advantages over the batch (grpo normalizes within each group)",
     "use-opd": "on-policy distillation",
     "group-rm": "a reward that sees a whole group",
     "custom-reward-post-process-path": "changing rewards between scoring and training",
@@ -53,7 +51,6 @@ IMPLIED = {
     "balance-data": "micro-batches are always balanced over the ranks",
     "rollout-shuffle": "tasks are always shuffled, by --seed",
     "use-tensorboard": "TensorBoard files are always written; --no-tensorboard switches them off",
-    "calculate-per-token-loss": "the loss is always normalized over all tokens of a step",
     "accumulate-allreduce-grads-in-fp32": "gradients are always summed in fp32",
     "attention-backend": "the attention follows from what is installed",
     "log-probs-chunk-size": "log-probabilities are always made in chunks",
@@ -106,6 +103,7 @@ RENAMED = {
     "num-trials": "--n-samples-per-eval-prompt",
     "step": ("--checkpoint",),
     "resume": ("--load", "--output-dir"),
+    "calculate-per-token-loss": "--loss-agg-mode token-mean",
     "disable-grpo-std-normalization": "--no-grpo-std-normalization",
     "skip-eval-before-train": ("--no-eval-before-train",),
     "norm-epsilon": "--layernorm-epsilon",
@@ -123,6 +121,8 @@ RENAMED = {
 the command takes."""
 
 ADVICE = {
+    "normalize-advantages": "--advantage-estimator reinforce_plus_plus and reinforce_plus_plus_baseline normalize over "
+    "the batch, grpo within each group.",
     "eval-config": "Name each held-out set by --eval-prompt-data NAME PATH; a file of options is --config FILE.",
     "rollout-function-path": "--custom-generate-function-path replaces how one episode is played.",
     "num-epoch": "Give --num-rollout: epochs × tasks ÷ --rollout-batch-size.",

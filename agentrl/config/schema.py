@@ -401,10 +401,22 @@ class AlgorithmOptions:
     """Algorithm"""
 
     advantage_estimator: str = "grpo"
-    """How rewards become credit, and the loss that goes with it; `grpo`: reward minus the group's mean, divided by its
-    standard deviation. Or an algorithm of your own, `module:Class` or `file.py:Class` (docs/algorithms.md)."""
+    """How rewards become credit, and the loss that goes with it: `grpo`, `dr_grpo`, `gspo`, `cispo`, `rloo`,
+    `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, or an algorithm of your own, `module:Class` or
+    `file.py:Class` (docs/algorithms.md)."""
     grpo_std_normalization: bool = True
-    """Divide by the group's standard deviation."""
+    """Divide by the group's standard deviation, with `grpo`, `gspo` and `cispo`."""
+    credit_level: Literal["trajectory", "turn"] = "trajectory"
+    """What a return is of: the whole trajectory, or each turn, which is then credited with what was earned from it
+    on."""
+    gamma: Probability = 1.0
+    """Discount of what is earned a turn later, with --credit-level turn."""
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None
+    """How the terms of tokens become one loss: every token alike; every trajectory alike, and its tokens alike; or each
+    trajectory's sum divided by --loss-scale-factor. Unset: as the algorithm says."""
+    loss_scale_factor: Positive | None = None
+    """Tokens that `seq-mean-token-sum-norm` divides by. Unset: the most that can be sampled in an episode, the smaller
+    of --rollout-max-context-len and --max-turns × --rollout-max-response-len."""
     eps_clip: Annotated[float, Range(low=0.0, high=1.0, low_open=True)] = 0.2
     """Lower clip range of the probability ratio."""
     eps_clip_high: Annotated[float, Range(low=0.0, low_open=True)] | None = None

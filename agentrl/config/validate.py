@@ -278,6 +278,11 @@ _NEEDS: dict[str, tuple[Callable[[Config], bool], tuple[str, ...]]] = {
     "--use-dynamic-batch-size": (lambda c: c.use_dynamic_batch_size, ("max_tokens_per_gpu",)),
     "--use-kl-loss": (lambda c: c.use_kl_loss, ("kl_loss_coef", "kl_loss_type")),
     "--use-kl-loss or --kl-coef": (lambda c: _has_reference(c), ("ref_load",)),
+    "--advantage-estimator grpo, gspo or cispo": (
+        lambda c: is_spec(c.advantage_estimator) or c.advantage_estimator in ("grpo", "gspo", "cispo"),
+        ("grpo_std_normalization",),
+    ),
+    "--credit-level turn": (lambda c: c.credit_level == "turn", ("gamma",)),
     "--use-wandb": (lambda c: c.use_wandb, ("wandb_project",)),
     "--lr-decay-style linear or cosine": (lambda c: c.lr_decay_style != "constant", ("min_lr",)),
     "--eval-interval": (

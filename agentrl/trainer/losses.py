@@ -75,13 +75,25 @@ def clipped_surrogate(tokens: Tokens, options: AlgorithmOptions) -> Term:
     ``-min(ratio * A, clip(ratio, 1 - eps_clip, 1 + eps_clip_high) * A)``, times the column ``correction`` if there.
     """
     ratio, advantage = torch.exp(tokens.log_ratio), tokens["advantage"]
-    high = options.eps_clip if options.eps_clip_high is None else options.eps_clip_high
     unclipped = -advantage * ratio
-    clipped = -advantage * ratio.clamp(1 - options.eps_clip, 1 + high)
+    clipped = -advantage * ratio.clamp(1 - options.eps_clip, 1 + _eps_clip_high(options))
     values = torch.maximum(unclipped, clipped)
     if "correction" in tokens.columns:
         values = values * tokens["correction"]
     return Term("pg_loss", values, metrics={"clip_fraction": clipped > unclipped})
+
+
+def clipped_weights(tokens: Tokens, options: AlgorithmOptions) -> Term:
+    """CISPO (MiniMax-M1, arXiv:2506.13585, equations 4 and 5): ``-clip(ratio, 1 - eps_clip, 1 + eps_clip_high) * A *
+    log(policy)``; the ratio has no gradient. Times the column ``correction`` if there."""
+    ratio = torch.exp(tokens.log_ratio.detach())
+    clipped = ratio.clamp(1 - options.eps_clip, 1 + _eps_clip_high(options))
+    values = -clipped * tokens["advantage"] * tokens.logprobs * tokens.columns.get("correction", 1.0)
+    return Term("pg_loss", values, metrics={"clip_fraction": clipped != ratio})
+
+
+def _eps_clip_high(options: AlgorithmOptions) -> float:
+    return options.eps_clip if options.eps_clip_high is None else options.eps_clip_high
 
 
 def kl(tokens: Tokens, options: AlgorithmOptions) -> Term | None:
@@ -100,7 +112,7 @@ def entropy(tokens: Tokens, options: AlgorithmOptions) -> Term | None:
     return Term("entropy", tokens.entropy, -options.entropy_coef)
 
 
-TERMS: dict[str, TermFunction] = {f.__name__: f for f in (clipped_surrogate, kl, entropy)}
+TERMS: dict[str, TermFunction] = {f.__name__: f for f in (clipped_surrogate, clipped_weights, kl, entropy)}
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:

@@ -65,18 +65,29 @@ def test_what_was_trained_comes_back_to_the_segments(batch):
 @pytest.mark.parametrize("how", AGGREGATIONS)
 def test_weights_of_a_step_sum_to_one(batch, how):
     for samples in ([0, 1, 2, 3], [0, 1], [2]):
-        weights = aggregate(batch, samples, how)
-        assert weights.sum() == pytest.approx(1)
+        weights = aggregate(batch, samples, how, longest=1)
+        tokens = {4: 7 / 3, 2: 4, 1: 1}[len(samples)]
+        assert weights.sum() == pytest.approx(tokens if how == "seq-mean-token-sum-norm" else 1)
         assert (weights > 0).sum() == batch.loss_mask[np.isin(batch.sequence, samples)].sum()
 
 
-def test_token_mean_sequence_mean_and_one_of_your_own(batch):
+def test_what_is_not_in_the_loss_is_not_counted(batch):
+    batch = batch.with_columns(in_loss=batch.spread(np.array([1, 0, 1])))
+    assert batch.sums(aggregate(batch, range(4))).tolist() == pytest.approx([4 / 6, 0, 2 / 6])
+    assert batch.sums(aggregate(batch, range(4), "seq-mean-token-mean")).tolist() == [0.5, 0, 0.5]
+    assert not aggregate(batch, [2]).any()
+
+
+def test_token_mean_sequence_mean_constant_length_and_one_of_your_own(batch):
     assert set(aggregate(batch, range(4))) == {0, 1 / 7}
-    sequences = aggregate(batch, range(4), "sequence_mean")
+    sequences = aggregate(batch, range(4), "seq-mean-token-mean")
     assert batch.sums(sequences).tolist() == pytest.approx([1 / 3] * 3)
-    constant = aggregate(batch, range(4), lambda trajectory: np.full(len(trajectory), 1 / (3 * 10)))
+    constant = aggregate(batch, range(4), "seq-mean-token-sum-norm", longest=10)
     assert batch.sums(constant).tolist() == pytest.approx([4 / 30, 1 / 30, 2 / 30])
-    with pytest.raises(ConfigError, match="token_mean, sequence_mean"):
+    assert aggregate(batch, range(4), lambda trajectory: trajectory + 1.0).sum() == 4 * 1 + 1 * 2 + 2 * 3
+    with pytest.raises(ConfigError, match="--loss-scale-factor"):
+        aggregate(batch, range(4), "seq-mean-token-sum-norm")
+    with pytest.raises(ConfigError, match="token-mean, seq-mean"):
         aggregate(batch, range(4), "token_sum")
     with pytest.raises(ConfigError, match="no sampled token"):
         aggregate(batch, [])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from agentrl.algorithms import TrainBatch, zero_variance_fraction
-from agentrl.algorithms.grpo import EPS, GRPO
+from agentrl.algorithms.group import EPS
+from agentrl.algorithms.grpo import GRPO
 from agentrl.config.schema import AlgorithmOptions
 from agentrl.errors import ConfigError, DataError
 from agentrl.types import Group, Segment, StopReason, Task, Trajectory

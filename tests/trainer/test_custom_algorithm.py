@@ -99,7 +99,7 @@ def test_a_term_and_a_correction_of_ones_own(make_trainer, spec):
 
 def test_what_is_no_algorithm_is_refused(spec):
     for given, text in (
-        ("gpro", "expected one of grpo.*Did you mean 'grpo'"),
+        ("gripo", "expected one of grpo, dr_grpo.*Did you mean 'grpo'"),
         (spec("LeaveOneOff"), "Did you mean 'LeaveOneOut'"),
         (spec("np"), "expected a subclass of agentrl.algorithms.Algorithm"),
     ):

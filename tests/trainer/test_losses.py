@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from agentrl.algorithms.cispo import CISPO
 from agentrl.algorithms.grpo import GRPO
 from agentrl.config.schema import AlgorithmOptions
 from agentrl.errors import ConfigError
@@ -80,6 +81,21 @@ def test_loss_and_gradient_equal_the_float64_reference(kind, high):
     assert metrics["train/ess"] == pytest.approx(w.sum() ** 2 / (N * (w**2).sum()))
     assert metrics["train/ppo_kl"] == pytest.approx((x["old"] - x["lp"]).mean())
     assert metrics["train/sampled_tokens"] == N
+
+
+def test_cispo_equals_the_papers_equation():
+    """MiniMax-M1, arXiv:2506.13585, equations 4 and 5: sg(clip(ratio)) * A * log pi."""
+    x, options = inputs(), AlgorithmOptions(advantage_estimator="cispo", eps_clip=0.2, eps_clip_high=0.3)
+    t = {k: torch.tensor(v, dtype=torch.float64) for k, v in x.items()}
+    t["lp"].requires_grad_()
+    columns = {"advantage": t["adv"], "old": t["old"], "rollout": t["rollout"], "weight": torch.ones(N).double()}
+    total, sums, _ = loss_of(options, CISPO)(Tokens(t["lp"], None, columns))
+    total.backward()
+    weight = [min(max(np.exp(a - b), 0.8), 1.3) for a, b in zip(x["lp"], x["old"], strict=True)]
+    assert total.item() == pytest.approx(sum(-w * a * lp for w, a, lp in zip(weight, x["adv"], x["lp"], strict=True)))
+    assert np.abs(t["lp"].grad.numpy() + np.array(weight) * x["adv"]).max() < 1e-12
+    outside = [not 0.8 <= np.exp(a - b) <= 1.3 for a, b in zip(x["lp"], x["old"], strict=True)]
+    assert float(sums["clip_fraction"]) == sum(outside) > 0
 
 
 def test_low_var_kl_limits_odd_tokens():

@@ -342,7 +342,7 @@ def test_recomputing_activations_keeps_fewer_of_them(make_trainer):
         ({"tensor_model_parallel_size": 3}, "does not divide the 1 trainer ranks"),
         ({"context_parallel_size": 2}, "context-parallel-size"),
         ({"sequence_parallel": True}, "sequence-parallel needs"),
-        ({"advantage_estimator": "gpro"}, "Did you mean 'grpo'"),
+        ({"advantage_estimator": "gripo"}, "Did you mean 'grpo'"),
     ],
 )
 def test_wrong_options_are_refused(make_trainer, options, text):

@@ -8,7 +8,6 @@ import numpy as np
 from torch import Tensor
 
 from agentrl.algorithms import Algorithm, TrainBatch
-from agentrl.algorithms.aggregation import aggregate
 from agentrl.errors import ConfigError
 from agentrl.trainer import agreement
 from agentrl.trainer.losses import MISMATCH, Loss, Tokens, metrics_of
@@ -87,7 +86,7 @@ class Policy:
         reports: list[dict[str, float]] = []
         for step in core.schedule(batch, num_steps, [batch.episode_ids[t] for t in batch.trajectory_of]):
             scale = core.scale(step)
-            weight = aggregate(batch, step.samples, self.algorithm.aggregation) * scale
+            weight = self.algorithm.aggregate(batch, step.samples) * scale
             columns = {"weight": weight.astype(np.float32)}
             if self.algorithm.sequence_ratio:
                 # Before the first update the old policy is the present one, where the trainer inferred it.
