@@ -57,6 +57,7 @@ def servers_ahead(
     folder = Path(scratch_folder("ahead-"))
     kind, processes = kind_of(module, arguments, environment), []
     before = os.environ.get(AHEAD_ENV)
+    lifeline, held = os.pipe()  # its end tells those that wait that this process is gone
     try:
         for index in range(number):
             # Made here, so that an owner can hand over at once, whatever the server is importing.
@@ -65,7 +66,7 @@ def servers_ahead(
                 listener.listen(8)
                 process = subprocess.Popen(
                     [sys.executable, "-m", module, "--ahead", str(listener.fileno()), *arguments],
-                    stdin=subprocess.PIPE,  # its end tells that this process is gone
+                    stdin=lifeline,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **python_environment(), **environment},
@@ -83,7 +84,8 @@ def servers_ahead(
             os.environ[AHEAD_ENV] = before
         for process in processes:
             process.kill()
-            process.stdin.close()
+        os.close(lifeline)
+        os.close(held)
         shutil.rmtree(folder, ignore_errors=True)
 
 
