@@ -16,7 +16,6 @@ PACKAGES = (
     "numpy",
     "torch",
     "megatron-core",
-    "mbridge",
     "ray",
     "sglang",
     "sglang-router",

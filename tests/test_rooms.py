@@ -9,7 +9,7 @@ import agentrl
 
 FLOORS = [
     "errors types redaction on_demand _gymnasium spaces",
-    "loading versions concurrency",
+    "loading versions concurrency families",
     "config processes",
     "algorithms tasks retrieval sandbox chat_api engines progress",
     "tools rewards weights",

@@ -11,7 +11,6 @@ from agentrl.versions import install_command
 TRAINING = (
     "torch",
     "megatron.core",
-    "mbridge",
     "ray",
     "sglang",
     "sglang_router",

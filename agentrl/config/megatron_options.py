@@ -7,13 +7,14 @@ The model is what the checkpoint's ``config.json`` says, for the engine plays th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from agentrl.config.architecture import head_dim, rope
 from agentrl.config.foreign import megatron_fields
 from agentrl.config.options import Option
 from agentrl.errors import ConfigError
+from agentrl.families import of
+from agentrl.families.family import dense, head_dim, rope, rotated_share
 
 Model = Mapping[str, Any]
 
@@ -34,40 +35,42 @@ ACTS = frozenset(
 """Options that are handed to Megatron and do there what Megatron says."""
 
 
-def _key(name: str) -> Callable[[Model], Any]:
-    return lambda model: model.get(name)
-
-
-def _always(value: Any) -> Callable[[Model], Any]:
-    return lambda model: value
-
-
-def _of_type(*kinds: str) -> Callable[[Model], Any]:
-    return lambda model: model["model_type"] in kinds if "model_type" in model else None
-
-
-CHECKPOINT: dict[str, tuple[Callable[[Model], Any], str]] = {
-    "num_layers": (_key("num_hidden_layers"), "num_hidden_layers"),
-    "hidden_size": (_key("hidden_size"), "hidden_size"),
-    "ffn_hidden_size": (_key("intermediate_size"), "intermediate_size"),
-    "num_attention_heads": (_key("num_attention_heads"), "num_attention_heads"),
-    "num_query_groups": (_key("num_key_value_heads"), "num_key_value_heads"),
-    "kv_channels": (head_dim, "head_dim"),
-    "layernorm_epsilon": (_key("rms_norm_eps"), "rms_norm_eps"),
-    "rotary_base": (lambda model: rope(model)["rope_theta"], "rope_theta"),
-    "rotary_percent": (_always(1.0), "share of a head that is rotated"),
-    "rotary_interleaved": (_always(False), "interleaving of rotated pairs"),
-    "normalization": (_always("RMSNorm"), "normalization"),
-    "qk_layernorm": (_of_type("qwen3"), "normalization of queries and keys"),
-    "add_qkv_bias": (_of_type("qwen2"), "bias of queries, keys and values"),
-    "add_bias_linear": (_always(False), "bias of linear layers"),
-    "gated_linear_unit": (_always(True), "gated MLP"),
-    "softmax_scale": (lambda model: width**-0.5 if (width := head_dim(model)) else None, "scale of attention scores"),
-    "softmax_type": (_always("vanilla"), "softmax of attention"),
-    "window_size": (_always(None), "attention window in force"),
-    "layernorm_zero_centered_gamma": (_always(False), "zero-centred norm weights"),
+CHECKPOINT = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "layernorm_epsilon": "rms_norm_eps",
+    "rotary_base": "rope_theta",
+    "rotary_percent": "share of a head that is rotated",
+    "rotary_interleaved": "interleaving of rotated pairs",
+    "normalization": "normalization",
+    "qk_layernorm": "normalization of queries and keys",
+    "add_qkv_bias": "bias of queries, keys and values",
+    "add_bias_linear": "bias of linear layers",
+    "gated_linear_unit": "gated MLP",
+    "softmax_scale": "scale of attention scores",
+    "softmax_type": "softmax of attention",
+    "window_size": "attention window in force",
+    "layernorm_zero_centered_gamma": "zero-centred norm weights",
 }
-"""Option -> what it must be for this ``config.json`` (None: not known from it), and what that is called."""
+"""Option that must be what the checkpoint says -> what that is called."""
+
+
+def _of_checkpoint(model: Model) -> dict[str, Any]:
+    """The options of :data:`CHECKPOINT` as this ``config.json`` has them; None: not known from it."""
+    family, width = of(model), head_dim(model)
+    return {
+        "rotary_base": rope(model)["rope_theta"],
+        "rotary_percent": rotated_share(model),
+        "softmax_scale": width**-0.5 if width else None,
+        "softmax_type": "vanilla",
+        "layernorm_zero_centered_gamma": False,
+        **(family.settings(model) if family else dense(model, qk_layernorm=None, add_qkv_bias=None)),
+    }
+
 
 _DROPOUT = "the engine samples without dropout, so the policy that is trained would not be the one that acts"
 
@@ -80,7 +83,7 @@ ONLY = {
 }
 """Option -> the only value it can have here, and why."""
 
-_EXPERTS = "mixtures of experts cannot be trained yet"
+_EXPERTS = "the experts are what the checkpoint's architecture has"
 _MTP = "multi-token prediction is not trained"
 _ATTENTION = "the attention is what the checkpoint's architecture has"
 _EIGHT_BIT = "training in 8 or 4 bits is not available"
@@ -223,7 +226,7 @@ def problems(given: Mapping[str, Any], model: Model) -> Iterator[str]:
     for name, value in given.items():
         flag = "--" + name.replace("_", "-")
         if name in CHECKPOINT:
-            expected, called = CHECKPOINT[name][0](model), CHECKPOINT[name][1]
+            expected, called = _of_checkpoint(model).get(name), CHECKPOINT[name]
             unknown = expected is None and name != "window_size"
             if not (unknown or value == expected or (not value and not expected)):
                 yield (

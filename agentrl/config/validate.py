@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.architecture import not_computed
 from agentrl.config.derive import batch_rule
 from agentrl.config.foreign import remote_code
 from agentrl.config.megatron_options import problems as megatron_problems
@@ -17,6 +16,8 @@ from agentrl.config.options import options
 from agentrl.config.schema import Config, EvalConfig, PassedOn
 from agentrl.config.template import template_problems
 from agentrl.errors import ConfigError
+from agentrl.families.family import experts_of
+from agentrl.families.fields import not_computed
 from agentrl.loading import is_spec
 
 Explicit = Mapping[str, str]
@@ -201,11 +202,12 @@ def _parallel(config: Config, model: dict[str, Any]) -> Iterator[str]:
     for given, parts, key in sizes:
         if isinstance(size := model.get(key), int) and size % parts:
             yield f"{given} does not divide the model's {key} {size}."
-    keys = ("num_experts", "n_routed_experts", "num_local_experts")
-    experts = next((model[key] for key in keys if isinstance(model.get(key), int)), 0)
+    experts = experts_of(model)
     if config.expert_model_parallel_size > 1 and (not experts or experts % config.expert_model_parallel_size):
         has = f"has {experts} experts" if experts else "has no experts"
         yield f"--expert-model-parallel-size {config.expert_model_parallel_size} does not fit: the model {has}."
+    if experts and tensor > 1 and not config.sequence_parallel:
+        yield f"--tensor-model-parallel-size {tensor} of a mixture of experts needs --sequence-parallel."
 
 
 # -- training ------------------------------------------------------------------------------------------------

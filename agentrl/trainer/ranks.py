@@ -153,7 +153,7 @@ class TrainActor:
             self._publisher = Publisher(
                 core.export,
                 rank=self.rank,
-                tied_embeddings=bool(getattr(core.bridge.hf_config, "tie_word_embeddings", False)),
+                tied_embeddings=core.conversion.tied,
                 **self._publishing,
             )
             if self.rank == 0:

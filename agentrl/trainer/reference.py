@@ -9,14 +9,15 @@ import torch
 
 
 class WeightCopies:
-    """Named CPU copies of a model's parameters.
+    """Named CPU copies of a model's parameters, and of the biases by which its experts are chosen.
 
     One copy costs the size of this rank's weights in CPU memory, and nothing on the GPU. While one
     is swapped in, the live weights wait in CPU memory too.
     """
 
     def __init__(self, model: torch.nn.Module):
-        self._parameters = list(model.parameters())
+        biases = (value for name, value in model.named_buffers() if name.endswith(".expert_bias"))
+        self._parameters = [*model.parameters(), *biases]
         self._copies: dict[str, list[torch.Tensor]] = {}
 
     def __contains__(self, name: str) -> bool:

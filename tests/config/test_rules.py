@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -149,3 +151,25 @@ def test_hand_built_values_are_checked_for_type(model):
     with pytest.raises(ConfigError) as caught:
         validate(wrong)
     assert len(str(caught.value).splitlines()) == 3
+
+
+def test_what_a_config_json_asks_for_in_vain_is_refused_before_anything_starts(refused, model):
+    file = f"{model}/config.json"
+    with open(file) as f:
+        config = json.load(f)
+    with open(file, "w") as f:
+        json.dump({**config, "model_type": "llama", "mlp_bias": True, "hidden_act": "gelu"}, f)
+    message = refused()
+    assert len(message.splitlines()) == 2
+    assert f"--hf-checkpoint {model}: in config.json, hidden_act 'gelu' is not computed" in message
+
+
+def test_experts_split_by_tensor_parallelism_need_sequence_parallelism(refused, load, model):
+    file = f"{model}/config.json"
+    with open(file) as f:
+        config = json.load(f)
+    with open(file, "w") as f:
+        json.dump({**config, "model_type": "qwen3_moe", "num_experts": 8}, f)
+    flags = ["--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2"]
+    assert "of a mixture of experts needs --sequence-parallel" in refused(*flags)
+    load(*flags, "--sequence-parallel", "--expert-model-parallel-size", "2")

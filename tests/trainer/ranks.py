@@ -75,3 +75,36 @@ def run(rank: int, listeners: dict[str, socket.socket], checkpoint: str, out: st
         trainer.close()
     if rank == 0:
         (Path(out) / "results.json").write_text(json.dumps(results))
+
+
+SPLIT = {
+    "smollm3 tp2 sp": ("smollm3", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "glm4 tp2 sp": ("glm4", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "qwen2_moe tp2 sp": ("qwen2_moe", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "qwen3_moe ep2": ("qwen3_moe", {"expert_model_parallel_size": 2}),
+    "mixtral ep2 dist": ("mixtral", {"expert_model_parallel_size": 2, "use_distributed_optimizer": True}),
+    "glm4_moe ep2 tp2 sp": (
+        "glm4_moe",
+        {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ),
+    "deepseek_v3 pp2": ("deepseek_v3", {"pipeline_model_parallel_size": 2}),
+    "deepseek_v3 tp2 sp": ("deepseek_v3", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+}
+"""Two ranks for a family in each way that splits something of it."""
+
+
+def run_families(rank: int, listeners: dict[str, socket.socket], checkpoints: dict[str, str], out: str) -> None:
+    """Every layout of :data:`SPLIT` in this process, one after the other."""
+    from safetensors.torch import load_file
+
+    from agentrl.config.schema import TrainerOptions
+
+    results = {}
+    for name, (family, layout) in SPLIT.items():
+        trainer = join(rank, 2, listeners[name], checkpoints[family], TrainerOptions(**OPTIONS, **layout))
+        folder = Path(out) / name
+        folder.mkdir(exist_ok=True)
+        results[name] = measure(trainer, folder, load_file(Path(checkpoints[family]) / "model.safetensors"))
+        trainer.close()
+    if rank == 0:
+        (Path(out) / "families.json").write_text(json.dumps(results))

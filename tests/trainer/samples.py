@@ -34,25 +34,48 @@ def join(rank: int, world_size: int, listener: socket.socket, checkpoint: str, o
     )
 
 
+_SIGMOID = {
+    "moe_intermediate_size": 48, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+_SOFTMAX = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+MIXTURES = {
+    "qwen3_moe": {**_SOFTMAX, "norm_topk_prob": True, "mlp_only_layers": [2]},
+    "qwen2_moe": {**_SOFTMAX, "shared_expert_intermediate_size": 96},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {**_SIGMOID, "use_qk_norm": True, "attention_bias": True},
+    "deepseek_v3": {
+        **_SIGMOID, "n_group": 4, "topk_group": 2, "kv_lora_rank": 24, "q_lora_rank": 32, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16, "v_head_dim": 12, "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+"""Sizes of tiny mixtures of experts, by ``model_type``."""
+
+
 def tiny_checkpoint(path, kind="qwen3", *, dtype="float32", **changes):
     """Write a random checkpoint of a small model of this architecture; returns its path as text."""
     import torch
     import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     sizes = dict(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True,
+        pad_token_id=None, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    if kind != "qwen2":
+    if kind not in ("qwen2", "deepseek_v3"):
         sizes["head_dim"] = 16
-    names = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
-    config = getattr(transformers, names[kind] + "Config")(**{**sizes, **changes})
+    sizes |= MIXTURES.get(kind, {})
+    config = CONFIG_MAPPING[kind](**{**sizes, **changes})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, p in model.named_parameters():
             # Norms and biases away from their neutral values, so that a mix-up of them shows.
             p.normal_(1.0, 0.1) if "norm" in name else p.normal_(0.0, 0.08)
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias.normal_(0.0, 0.1)
     model.to(getattr(torch, dtype)).save_pretrained(path)
     return str(path)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer.ranks import LAYOUTS, OPTIONS, RELOADS, measure, run
-from tests.trainer.samples import join, listen, random_batch, train
+from tests.trainer.ranks import LAYOUTS, OPTIONS, RELOADS, SPLIT, measure, run, run_families
+from tests.trainer.samples import join, listen, random_batch, tiny_checkpoint, train
 
 pytestmark = pytest.mark.slow
 
@@ -20,8 +20,8 @@ def out(tmp_path_factory):
     return tmp_path_factory.mktemp("layouts")
 
 
-@pytest.fixture(scope="module")
-def results(checkpoint, out):
+def spawn(target, names, *args):
+    """Run two ranks, with a place to meet for each of ``names``."""
     import os
 
     import torch.multiprocessing as mp
@@ -29,37 +29,51 @@ def results(checkpoint, out):
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        mp.spawn(run, args=({name: listen() for name in [*LAYOUTS, *RELOADS]}, checkpoint, str(out)), nprocs=2)
+        mp.spawn(target, args=({name: listen() for name in names}, *args), nprocs=2)
     finally:
         os.environ.pop("OMP_NUM_THREADS")
         if before is not None:
             os.environ["OMP_NUM_THREADS"] = before
-    return json.loads((out / "results.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def alone(checkpoint, out):
+def results(checkpoint, out):
+    spawn(run, [*LAYOUTS, *RELOADS], checkpoint, str(out))
+    return json.loads((out / "results.json").read_text())
+
+
+def measure_alone(checkpoint, folder):
+    """The same numbers of one rank."""
     from agentrl.config.schema import TrainerOptions
 
     trainer = join(0, 1, listen(), checkpoint, TrainerOptions(**OPTIONS))
-    folder = out / "alone"
     folder.mkdir()
     result = measure(trainer, folder, load_file(f"{checkpoint}/model.safetensors"))
     trainer.close()
     return result
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_changes_nothing(results, alone, out, name):
-    assert results[name]["export_exact"]
-    for here, there in zip(results[name]["steps"], alone["steps"], strict=True):
+@pytest.fixture(scope="module")
+def alone(checkpoint, out):
+    return measure_alone(checkpoint, out / "alone")
+
+
+def assert_the_same(result, alone, folder, folder_alone):
+    assert result["export_exact"]
+    for here, there in zip(result["steps"], alone["steps"], strict=True):
         for key, value in there.items():
             assert here[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
-    values, expected = (np.load(out / n / "log_probs.npy") for n in (name, "alone"))
+    values, expected = (np.load(where / "log_probs.npy") for where in (folder, folder_alone))
     assert np.abs(values - expected).max() < 1e-5
-    weights, expected = (load_file(out / n / "hf" / "model.safetensors") for n in (name, "alone"))
+    weights, expected = (load_file(where / "hf" / "model.safetensors") for where in (folder, folder_alone))
+    assert weights.keys() == expected.keys()
     for key, tensor in expected.items():
         assert (weights[key] - tensor).abs().mean() < 1e-2 * OPTIONS["lr"], key
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_changes_nothing(results, alone, out, name):
+    assert_the_same(results[name], alone, out / name, out / "alone")
 
 
 @pytest.mark.parametrize("key", RELOADS)
@@ -78,3 +92,38 @@ def test_state_of_two_ranks_loads_at_one(results, make_trainer, out, name):
     for key, result in results.items():
         if key.startswith(f"{name} to"):
             assert loss == pytest.approx(result["loss"], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def family_checkpoints(out):
+    kinds = {kind for kind, _ in SPLIT.values()}
+    return {kind: tiny_checkpoint(out / f"{kind} model", kind, tie_word_embeddings=False) for kind in sorted(kinds)}
+
+
+@pytest.fixture(scope="module")
+def families(family_checkpoints, out):
+    spawn(run_families, SPLIT, family_checkpoints, str(out))
+    return json.loads((out / "families.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def families_alone(family_checkpoints, out):
+    return {kind: measure_alone(path, out / f"{kind} alone") for kind, path in family_checkpoints.items()}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_layout_changes_nothing_in_a_family(families, families_alone, out, name):
+    kind = SPLIT[name][0]
+    assert_the_same(families[name], families_alone[kind], out / name, out / f"{kind} alone")
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe ep2", "mixtral ep2 dist", "glm4_moe ep2 tp2 sp", "deepseek_v3 pp2"])
+def test_state_of_a_family_on_two_ranks_loads_at_one(families, family_checkpoints, make_trainer, out, name):
+    """With the moments of the experts, which have an optimizer of their own where they are spread over ranks."""
+    trainer = make_trainer(family_checkpoints[SPLIT[name][0]], **OPTIONS)
+    trainer.load(out / name / "state")
+    saved = load_file(out / name / "hf" / "model.safetensors")
+    assert all(torch.equal(saved[n], t) for n, t in trainer.export())
+    (optimizer,) = trainer.policy.core._state._optimizers
+    moments = [optimizer.optimizer.state[p]["exp_avg_sq"] for p in optimizer.get_parameters()]
+    assert all(moment.any() for moment in moments)

@@ -36,8 +36,6 @@ def pack(lengths: tuple[int, ...], positions: Tensor, *, thd: bool) -> PackedSeq
     """The packing of sequences of these lengths; ``positions`` restart at 0 in each."""
     longest = max(lengths)
     if not thd:
-        # Rounded up so that the table of rotary frequencies is found in Megatron's cache.
-        longest = -(-longest // 256) * 256
         return PackedSequences(
             qkv_format="sbhd",
             max_seqlen_q=longest,
@@ -68,6 +66,8 @@ class VarlenAttention(MegatronModule):
         attention_type,
         attention_dropout=None,
         softmax_scale=None,
+        k_channels=None,
+        v_channels=None,
         cp_comm_type=None,
         pg_collection=None,
     ):
@@ -89,9 +89,13 @@ class VarlenAttention(MegatronModule):
         attention_bias=None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """Args: query [T, 1, heads, dim]; key and value [T, 1, groups, dim]. Returns [T, 1, heads * dim]."""
+        """Args: query [T, 1, heads, dim]; key and value [T, 1, groups, dim]; latent attention leaves the 1 out.
+
+        Returns [T, 1, heads * dim of values].
+        """
         lengths = (query.shape[0],) if packed_seq_params is None else packed_seq_params.lengths
-        out = varlen_attention(query.squeeze(1), key.squeeze(1), value.squeeze(1), lengths, self.softmax_scale)
+        query, key, value = (x.flatten(1, -2) for x in (query, key, value))
+        out = varlen_attention(query, key, value, lengths, self.softmax_scale)
         return out.reshape(out.shape[0], 1, -1)
 
 
@@ -102,13 +106,16 @@ def varlen_attention(
 
     Args:
         query: [T, heads, dim].
-        key, value: [T, groups, dim], ``heads`` a multiple of ``groups``.
+        key, value: [T, groups, dim], ``heads`` a multiple of ``groups``; values may be narrower.
         lengths: of the sequences, with sum T. Neighbours of equal length run as one batch.
         scale: of the scores; default 1 / sqrt(dim).
 
     Returns:
-        [T, heads, dim].
+        [T, heads, dim of values].
     """
+    width = value.shape[-1]
+    if width != query.shape[-1]:  # torch's fused attention takes one width
+        value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
     heads, groups = query.shape[1], key.shape[1]
     if heads != groups:
         key, value = (_repeat(x, heads // groups) for x in (key, value))
@@ -119,7 +126,7 @@ def varlen_attention(
         q, k, v = (x.unflatten(0, (count, n)).transpose(1, 2) for x in (q, k, v))
         out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         outs.append(out.transpose(1, 2).flatten(0, 1))
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+    return (outs[0] if len(outs) == 1 else torch.cat(outs))[..., :width]
 
 
 def _repeat(x: Tensor, times: int) -> Tensor:

@@ -7,6 +7,7 @@ method is collective: all ranks of the world call it with the same arguments.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor
 
 from agentrl.algorithms import TrainBatch
@@ -30,6 +32,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 
 from agentrl.trainer.megatron import model as models  # noqa: E402
 from agentrl.trainer.megatron.attention import PackedSequences, pack  # noqa: E402
+from agentrl.trainer.megatron.conversion import tensor_files  # noqa: E402
 from agentrl.trainer.megatron.export import Exporter, save_hf  # noqa: E402
 from agentrl.trainer.megatron.layers import has_transformer_engine  # noqa: E402
 from agentrl.trainer.megatron.optimizer import build_optimizer, build_scheduler, optimizer_step  # noqa: E402
@@ -71,25 +74,25 @@ class Core:
         hf_config = models.read_config(hf_checkpoint)
         models.check_overrides(options, hf_config)
         self.device = torch.device("cpu") if cpu.on_cpu() else torch.device("cuda", torch.cuda.current_device())
-        self.bridge = models.make_bridge(hf_config, options, layout)
-        self.model = models.build_model(self.bridge, layout)
+        self.conversion = models.make_conversion(hf_config, options, layout)
+        self.model = models.build_model(self.conversion)
         self.ddp = models.wrap_ddp(self.model, options)
         self.model.config.finalize_model_grads_func = finalize_model_grads
         if self.ddp.ddp_config.overlap_grad_reduce:
             # Gradients travel after the last micro-batch; Megatron otherwise expects as many of them in each step.
             self.model.config.no_sync_func = self.ddp.no_sync
-        models.load_weights(self.model, self.bridge, hf_checkpoint)
+        self.conversion.load(self.model, self.hf_checkpoint)
         self.optimizer = build_optimizer(self.ddp, options)
         self.scheduler = build_scheduler(self.optimizer, options, options.total_steps)
         # Megatron's --overlap-param-gather: updated weights reach the other ranks in the next forward pass.
         self.gathers_late = self.ddp.use_forward_hook
-        self._state = ModelState(self.model, self.bridge, self.optimizer, self.scheduler, layout)
+        self._state = ModelState(self.model, self.conversion, self.optimizer, self.scheduler, layout)
         self.steps_done = self.steps_skipped = 0
 
     def load_hf(self, path: str | Path) -> None:
         """Set the weights from a Hugging Face checkpoint directory of the same architecture."""
         models.read_config(path)
-        models.load_weights(self.model, self.bridge, path)
+        self.conversion.load(self.model, Path(path))
         self.optimizer.reload_model_params()
 
     # -- forward and backward ---------------------------------------------------------------------
@@ -205,7 +208,7 @@ class Core:
 
     @functools.cached_property
     def _exporter(self) -> Exporter:
-        return Exporter(self.model, self.bridge)
+        return Exporter(self.model, self.conversion)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """``(hf_name, full tensor)`` of every weight, on every rank in lockstep. See Exporter."""
@@ -213,9 +216,18 @@ class Core:
 
     def save_hf(self, target: str | Path) -> None:
         """Write the weights as a Hugging Face directory with tokenizer and chat template."""
-        save_hf(self.export(), self.hf_checkpoint, Path(target), write=self.layout.rank == 0)
+        write = self.layout.rank == 0
+        weights = itertools.chain(self.export(), self._kept_aside() if write else ())
+        save_hf(weights, self.hf_checkpoint, Path(target), write=write)
         if self.layout.world_size > 1:
             dist.barrier()
+
+    def _kept_aside(self) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of the checkpoint that are not trained and belong to it: layers that predict further tokens."""
+        for name, file in tensor_files(self.hf_checkpoint).items():
+            if self.conversion.predicts_further(name):
+                with safe_open(file, framework="pt", device="cpu") as opened:
+                    yield name, opened.get_tensor(name)
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, scheduler and random state into a folder (see `state.py`)."""

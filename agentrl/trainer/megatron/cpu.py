@@ -2,7 +2,7 @@
 
 Megatron-core 0.16 computes nothing on the GPU that it could not compute on the CPU (with its local
 layer spec), but it names the device in passing. :func:`install` answers exactly these questions,
-and only inside Megatron's and mbridge's own modules: they see a ``torch`` of ours
+and only inside Megatron's own modules: they see a ``torch`` of ours
 (:class:`_CpuTorch`) that is torch with these differences.
 
 ==============================================  ===========================================
@@ -15,9 +15,11 @@ asked                                           answered
 ``torch.cuda.synchronize``, ``empty_cache``,    nothing: CPU work is done when the call returns
 ``set_device``, ``nvtx``
 ``torch.cuda`` random state, ``manual_seed``    the CPU's (weight initialization, dropout)
+``torch.cuda.Stream``, ``current_stream``,      one stream that is always done (experts count their
+``stream``                                      tokens on a stream of their own)
 ==============================================  ===========================================
 
-Four more are not questions to ``torch`` and are replaced one by one:
+Five more are not questions to ``torch`` and are replaced one by one:
 
 - ``Tensor.cuda()``, called on the tied embedding of pipeline stages: the tensor itself. This is the
   only change outside Megatron's modules; without CUDA the call could only have raised.
@@ -26,10 +28,15 @@ Four more are not questions to ``torch`` and are replaced one by one:
 - ``DistributedOptimizer`` and ``Float16OptimizerWithFloat16Params`` sort parameters by the type name
   ``torch.cuda.*``: while they are constructed, a CPU tensor gives that name.
 
+- ``megatron.core.jit.jit_fuser``, which compiles functions of the experts' routers: they run as they are.
+
+And two that are no question of the device, where TransformerEngine is not installed: the experts' router asks for a
+name (``te_general_gemm``) that is then not defined, and latent attention believes that it is there.
+
 Fusions that would start a compiler (``bias_swiglu_fusion`` and the like) are off in the configuration
 of `model.py` unless asked for.
 
-With CUDA present :func:`install` does nothing. It may be called often.
+With CUDA present :func:`install` does nothing else than that last. It may be called often.
 """
 
 from __future__ import annotations
@@ -37,6 +44,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import sys
 import types
 import warnings
@@ -48,7 +56,7 @@ import torch
 from agentrl.processes.imports import compile_when_called
 
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn")
-_PREFIXES = ("megatron.core", "mbridge")
+_PREFIXES = ("megatron.core",)
 _MODULES = (
     "megatron.core.optimizer",
     "megatron.core.distributed",
@@ -56,7 +64,6 @@ _MODULES = (
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.dist_checkpointing",
-    "mbridge",
 )
 _CPU = torch.device("cpu")
 
@@ -73,8 +80,10 @@ def install() -> bool:
     does not know of yet are reached by calling it again.
     """
     if not on_cpu():
+        _without_transformer_engine()
         return False
     import_megatron()
+    _without_transformer_engine()
     proxy = _proxy()
     for name, module in list(sys.modules.items()):
         if name.startswith(_PREFIXES) and getattr(module, "torch", None) is torch:
@@ -84,14 +93,15 @@ def install() -> bool:
 
 
 def import_megatron() -> None:
-    """Import what a trainer needs of Megatron-core and mbridge.
+    """Import what a trainer needs of Megatron-core.
 
     Their warnings (deprecations of their own internals, optional packages that are not there) are
     addressed to their developers and are turned off for this process.
     """
-    for module in (r"megatron\.", r"mbridge\.", r"torch\.distributed\.c10d_logger", r"torch\.jit\."):
+    for module in (r"megatron\.", r"torch\.distributed\.c10d_logger", r"torch\.jit\."):
         warnings.filterwarnings("ignore", module=module)
     compile_when_called()
+    importlib.import_module("megatron.core.jit").disable_jit_fuser()
     for name in _MODULES:
         importlib.import_module(name)
 
@@ -128,10 +138,38 @@ def _cuda() -> _CpuCuda:
         current_device=lambda: _CPU,
         manual_seed=torch.manual_seed,
         random=types.SimpleNamespace(**states),
+        Stream=lambda *args, **kwargs: _STREAM,
+        current_stream=lambda *args, **kwargs: _STREAM,
+        stream=lambda stream: contextlib.nullcontext(),
         nvtx=types.SimpleNamespace(range_push=_nothing, range_pop=_nothing),
         **states,
     )
     return cuda
+
+
+class _Stream:
+    """Work that is done when the call returns, and the event that says so."""
+
+    def wait_stream(self, stream: _Stream) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> _Stream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+_STREAM = _Stream()
+
+
+def _without_transformer_engine() -> None:
+    if importlib.util.find_spec("transformer_engine") is None:
+        from megatron.core.transformer import multi_latent_attention
+        from megatron.core.transformer.moe import moe_utils
+
+        vars(moe_utils)["te_general_gemm"] = None
+        vars(multi_latent_attention)["HAVE_TE"] = False
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,6 @@
 """Weights out: full Hugging Face tensors, one after the other, on every rank in lockstep, and a directory of them.
 
-The naming and the layout are mbridge's. The walk is ours: mbridge exchanges Python objects for every
-tensor, we exchange the list of tensors once and then only tensors.
+Ranks exchange the list of tensors once, and then only tensors.
 """
 
 from __future__ import annotations
@@ -14,16 +13,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from mbridge.core.bridge import Bridge
+from megatron.core import parallel_state
 from torch import Tensor
 
 from agentrl.data.files import atomic_folder
 from agentrl.data.tensor_file import save_tensors
+from agentrl.trainer.megatron.conversion import INDEX, Conversion, expert_group, is_split
 from agentrl.trainer.megatron.model import PolicyModel
 
 SHARD_BYTES = 4 << 30
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".py", ".h5", ".msgpack")
-_OWN = ("config.json", "model.safetensors.index.json")
+_OWN = ("config.json", INDEX)
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,13 @@ class _Item:
     """One parameter of one pipeline stage, as all ranks need to know it."""
 
     stage: int
-    local_name: str
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     split: bool
     dim: int
+    expert_rank: int | None
+    """Who has it, where experts are spread over ranks and it belongs to one."""
 
 
 class Exporter:
@@ -47,55 +48,58 @@ class Exporter:
     same time and to the same point, for each tensor costs collectives.
     """
 
-    def __init__(self, model: PolicyModel, bridge: Bridge):
-        self._model, self._bridge = model, bridge
-        self._parameters = dict(model.named_parameters())
-        names = bridge._weight_name_mapping_mcore_local_to_global(model, consider_ep=False)
-        mpu = bridge.mpu
-        tied = bool(getattr(bridge.hf_config, "tie_word_embeddings", False))
+    def __init__(self, model: PolicyModel, conversion: Conversion):
+        self._conversion, layout = conversion, conversion.layout
+        self._held = conversion.tensors(model)
         mine = [
             _Item(
-                stage=mpu.pp_rank,
-                local_name=local,
-                name=names[local],
-                shape=tuple(p.shape),
-                dtype=p.dtype,
-                split=bool(getattr(p, "tensor_model_parallel", False)) and mpu.tp_size > 1,
-                dim=getattr(p, "partition_dim", -1),
+                stage=layout.pp_rank,
+                name=name,
+                shape=tuple(tensor.shape),
+                dtype=tensor.dtype,
+                split=is_split(tensor) and layout.tp > 1 and not conversion.spread(name),
+                dim=getattr(tensor, "partition_dim", -1),
+                expert_rank=layout.ep_rank if conversion.spread(name) else None,
             )
-            for local, p in self._parameters.items()
+            for name, tensor in self._held.items()
             # The last stage's copy of a tied embedding is the first stage's embedding.
-            if not (tied and names[local] == "output_layer.weight")
+            if not (conversion.tied and name == "output_layer.weight")
         ]
-        stages: list[list[_Item]] = [mine]
-        if mpu.pp_size > 1:
-            stages = [[] for _ in range(mpu.pp_size)]
-            dist.all_gather_object(stages, mine, group=mpu.pp_group)
-        self._items = [item for stage in stages for item in stage]
+        if layout.ep > 1:
+            mine = _together(mine, layout.ep, expert_group())
+        if layout.pp > 1:
+            mine = _together(mine, layout.pp, parallel_state.get_pipeline_model_parallel_group())
+        self._items = mine
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for item in self._items:
             with torch.no_grad():
-                whole = self._whole(item)
-                pairs = list(zip(*self._bridge._weight_to_hf_format(item.name, whole), strict=True))
+                pairs = self._conversion.to_hf(item.name, self._whole(item))
             yield from pairs
 
     def _whole(self, item: _Item) -> Tensor:
-        mpu = self._bridge.mpu
-        if item.stage == mpu.pp_rank:
-            tensor = self._parameters[item.local_name].detach()
-        else:
-            tensor = torch.empty(item.shape, dtype=item.dtype, device=next(self._model.parameters()).device)
-        if mpu.pp_size > 1:
-            source = dist.get_global_rank(mpu.pp_group, item.stage)
-            dist.broadcast(tensor, src=source, group=mpu.pp_group)
+        layout = self._conversion.layout
+        there = self._held.get(item.name) if item.stage == layout.pp_rank else None
+        device = next(iter(self._held.values())).device
+        tensor = torch.empty(item.shape, dtype=item.dtype, device=device) if there is None else there.detach()
+        if layout.pp > 1 and item.expert_rank in (None, layout.ep_rank):
+            group = parallel_state.get_pipeline_model_parallel_group()
+            dist.broadcast(tensor, src=dist.get_global_rank(group, item.stage), group=group)
+        if item.expert_rank is not None:
+            group = expert_group()
+            dist.broadcast(tensor, src=dist.get_global_rank(group, item.expert_rank), group=group)
         if not item.split:
             return tensor
-        parts = [torch.empty_like(tensor) for _ in range(mpu.tp_size)]
-        dist.all_gather(parts, tensor.contiguous(), group=mpu.tp_group)
-        like = torch.empty(0)
-        vars(like).update(tensor_model_parallel=True, partition_dim=item.dim)
-        return self._bridge._weight_merge_across_tp(item.name, parts, like)
+        parts = [torch.empty_like(tensor) for _ in range(layout.tp)]
+        dist.all_gather(parts, tensor.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+        return self._conversion.merge(item.name, parts, item.dim)
+
+
+def _together(mine: list[_Item], size: int, group: dist.ProcessGroup) -> list[_Item]:
+    """The items of all ranks of a group, each once."""
+    lists: list[list[_Item]] = [[] for _ in range(size)]
+    dist.all_gather_object(lists, mine, group=group)
+    return list(dict.fromkeys(item for items in lists for item in items))
 
 
 def save_hf(weights: Iterable[tuple[str, Tensor]], source: Path, target: Path, *, write: bool) -> None:
@@ -123,7 +127,7 @@ def _write_shards(weights: Iterable[tuple[str, Tensor]], folder: Path) -> torch.
     shard: dict[str, Tensor] = {}
     names: list[list[str]] = []
     size = total = 0
-    dtype = torch.float32
+    dtype: torch.dtype | None = None
 
     def flush() -> None:
         nonlocal shard, size
@@ -135,7 +139,8 @@ def _write_shards(weights: Iterable[tuple[str, Tensor]], folder: Path) -> torch.
     for name, tensor in weights:
         # A copy: an exported tensor may be a view of weights that will be trained on.
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        dtype = tensor.dtype
+        # The first is a weight; biases of routers are float32 in every checkpoint.
+        dtype = dtype or tensor.dtype
         size += tensor.nbytes
         total += tensor.nbytes
         if size >= SHARD_BYTES:
@@ -143,16 +148,14 @@ def _write_shards(weights: Iterable[tuple[str, Tensor]], folder: Path) -> torch.
     flush()
     if len(names) == 1:
         (folder / "shard-00000").rename(folder / "model.safetensors")
-        return dtype
+        return dtype or torch.float32
     index: dict[str, str] = {}
     for n, contained in enumerate(names):
         file = f"model-{n + 1:05d}-of-{len(names):05d}.safetensors"
         (folder / f"shard-{n:05d}").rename(folder / file)
         index |= dict.fromkeys(contained, file)
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
-    )
-    return dtype
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1))
+    return dtype or torch.float32
 
 
 def _copy_rest(source: Path, folder: Path, dtype: torch.dtype) -> None:

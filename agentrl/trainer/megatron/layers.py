@@ -9,9 +9,11 @@ Megatron's.
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -42,7 +44,29 @@ class Norm:
         return norm
 
 
-def block_spec(config: TransformerConfig, *, vp_stage: int | None = None):
+class NormedOutput:
+    """Mixed into a projection: what it gives is normalized before it is added to the residual."""
+
+    def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any):
+        super().__init__(*args, config=config, **kwargs)
+        self.output_norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, *args: Any, **kwargs: Any):
+        out, bias = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return self.output_norm(out), bias
+
+
+class NormedRowParallel(NormedOutput, RowParallelLinear):
+    """Megatron's own."""
+
+
+def _with_output_norm(linear: type) -> type:
+    if linear is RowParallelLinear:
+        return NormedRowParallel
+    return type(f"Normed{linear.__name__}", (NormedOutput, linear), {})
+
+
+def block_spec(config: TransformerConfig, *, output_norms: bool = False, vp_stage: int | None = None):
     """Specification of this pipeline stage's layers.
 
     TransformerEngine's modules where it is installed on a GPU (fused norms and linears, packed
@@ -57,6 +81,11 @@ def block_spec(config: TransformerConfig, *, vp_stage: int | None = None):
         for layer in spec.layer_specs:
             _replace(layer, replacements)
         spec.layer_norm = Norm
+    if output_norms:
+        for holder, name in (("self_attention", "linear_proj"), ("mlp", "linear_fc2")):
+            parts = {id(p): p for p in (getattr(layer.submodules, holder).submodules for layer in spec.layer_specs)}
+            for part in parts.values():  # layers share a specification
+                setattr(part, name, _with_output_norm(getattr(part, name)))
     return spec
 
 

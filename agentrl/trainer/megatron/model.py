@@ -1,22 +1,20 @@
-"""From a Hugging Face checkpoint directory to Megatron's GPTModel, by mbridge.
+"""From a Hugging Face checkpoint directory to Megatron's GPTModel.
 
-mbridge knows how an architecture's ``config.json`` maps to Megatron's configuration and how the
-weights are named and laid out on both sides. What it lacks for us is filled here: the names of the
-local layer spec, a per-model copy of its name tables (it edits class attributes), and rotary
-frequencies as transformers computes them (transformers 5 keeps them in ``rope_parameters``).
+Which settings of Megatron an architecture's ``config.json`` asks for is in `agentrl/families`; rotary frequencies are
+those that transformers computes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from mbridge.core.bridge import Bridge
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig
@@ -32,17 +30,20 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from agentrl.config.architecture import not_computed, rope
+from agentrl import families
 from agentrl.config.megatron_options import CHECKPOINT, passed_on, problems
 from agentrl.config.schema import TrainerOptions
-from agentrl.errors import CheckpointError, ConfigError, first_few
+from agentrl.errors import CheckpointError, ConfigError
+from agentrl.families.family import head_dim, rope, rotated_share
+from agentrl.families.fields import not_computed
 from agentrl.trainer.megatron import cpu
-from agentrl.trainer.megatron.attention import PackedSequences
-from agentrl.trainer.megatron.bridges import bridge_class
+from agentrl.trainer.megatron.conversion import Conversion
 from agentrl.trainer.megatron.layers import block_spec, has_transformer_engine
 from agentrl.trainer.megatron.log_probs import VocabShard
 from agentrl.trainer.megatron.parallel import Layout
+from agentrl.trainer.megatron.rotary import LatentRotary, Rotary
 
 
 def resolve_dtype(options: TrainerOptions) -> torch.dtype:
@@ -65,89 +66,48 @@ def read_config(hf_checkpoint: str | Path) -> PretrainedConfig:
             f"--hf-checkpoint {path} must be a directory with config.json and *.safetensors; "
             "download the model first and give its folder"
         )
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    kind = json.loads((path / "config.json").read_text()).get("model_type")
+    if kind in families.MODULES and kind not in CONFIG_MAPPING:  # published with code of its own for another's layers
+        config = CONFIG_MAPPING[families.MODULES[kind]].from_pretrained(path)
+    else:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     problems = list(not_computed(config.to_dict()))
     if problems:
         raise ConfigError("\n".join(f"{path / 'config.json'}: {problem}." for problem in problems))
     return config
 
 
-def load_weights(model: PolicyModel, bridge: Bridge, path: str | Path) -> None:
-    """Set the weights of this rank's part from a checkpoint directory. Collective.
-
-    Raises:
-        ConfigError: the checkpoint has a tensor that no part of the model takes.
-        CheckpointError: it lacks one that the model needs.
-    """
-    local = bridge._weight_name_mapping_mcore_local_to_global(model).values()
-    mine = {hf for name in local if "_extra_state" not in name for hf in bridge._weight_name_mapping_mcore_to_hf(name)}
-    wanted = [mine]
-    if bridge.mpu.pp_size > 1:
-        wanted = [set()] * bridge.mpu.pp_size
-        dist.all_gather_object(wanted, mine, group=bridge.mpu.pp_group)
-    needed = set().union(*wanted)
-    there = set(bridge._get_safetensor_io(str(path)).load_hf_weight_names())
-    missing = sorted(needed - there)
-    if missing:
-        raise CheckpointError(
-            f"{path} lacks {len(missing)} of the {len(needed)} tensors of the model that its config.json describes: "
-            f"{first_few(missing)}"
-        )
-    # Old files keep rotary frequencies; a tied head is the embedding, whatever the file has for it.
-    tied = bool(getattr(bridge.hf_config, "tie_word_embeddings", False))
-    unused = sorted(
-        name
-        for name in there - needed
-        if not name.endswith("rotary_emb.inv_freq") and not (tied and name == "lm_head.weight")
+def make_conversion(hf_config: PretrainedConfig, options: TrainerOptions, layout: Layout) -> Conversion:
+    """Megatron's configuration for this architecture, with the names and layouts of its weights."""
+    family, model, dtype = families.family(hf_config.model_type), hf_config.to_dict(), resolve_dtype(options)
+    settings = family.settings(model)
+    config_class = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
+    config = config_class(
+        **settings,
+        activation_func=torch.nn.functional.silu,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=1 if layout.ep > 1 else layout.tp,
+        variable_seq_lengths=True,
+        **_transformer_options(options, latent="multi_latent_attention" in settings),
     )
-    if unused:
-        raise ConfigError(
-            f"{len(unused)} of the {len(there)} tensors in {path} are no part of the model that the trainer builds: "
-            f"{first_few(unused)}. The engine would use them, the trainer would not: such a checkpoint cannot be "
-            "trained."
-        )
-    with torch.no_grad():
-        bridge.load_weights([model], str(path))
-
-
-def make_bridge(hf_config: PretrainedConfig, options: TrainerOptions, layout: Layout) -> Bridge:
-    """mbridge's bridge for this architecture, with Megatron's configuration as ``.config``."""
-    base = bridge_class(hf_config.model_type)
-    cpu.install()  # into its modules, too
-    tied = bool(getattr(hf_config, "tie_word_embeddings", False))
-    direct = {**base._DIRECT_MAPPING, "output_layer.weight": "lm_head.weight"}
-    if tied:
-        direct["output_layer.weight"] = "model.embed_tokens.weight"
-    norms = {
-        "input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"],
-        "pre_mlp_layernorm.weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
-    }
-    cls = type(
-        base.__name__,
-        (base,),
-        {
-            "_DIRECT_MAPPING": direct,
-            "_OTHER_MAPPING": {**base._OTHER_MAPPING, **norms},
-            "_MLP_MAPPING": {**base._MLP_MAPPING, **norms},
-        },
-    )
-    padded = hf_config.vocab_size % layout.tp != 0
-    bridge = cls(
-        hf_config,
-        dtype=resolve_dtype(options),
-        make_vocab_size_divisible_by=layout.tp if padded else None,
-    )
-    bridge.set_extra_args(**_transformer_options(options))
-    bridge.vocab_size = hf_config.vocab_size
-    bridge.padded_vocab_size = math.ceil(hf_config.vocab_size / layout.tp) * layout.tp
-    return bridge
+    scale = _rotary(hf_config)[1]
+    if not config.multi_latent_attention and scale != 1.0:
+        # Megatron multiplies cosine and sine with 0.1 ln(this) + 1.
+        config.yarn_rotary_scaling_factor = math.exp(10.0 * (scale - 1.0))
+    return Conversion(hf_config, family, config, layout)
 
 
 # Megatron's own choice, attention, would save nothing: both kinds of attention here keep no scores anyway.
-_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}
 
 
-def _transformer_options(options: TrainerOptions) -> dict[str, Any]:
+def _transformer_options(options: TrainerOptions, *, latent: bool) -> dict[str, Any]:
     engine = has_transformer_engine()
     return {
         "sequence_parallel": options.sequence_parallel,
@@ -158,10 +118,13 @@ def _transformer_options(options: TrainerOptions) -> dict[str, Any]:
         "masked_softmax_fusion": False,
         "bias_activation_fusion": engine,
         "bias_dropout_fusion": engine,
-        "apply_rope_fusion": engine,
+        "apply_rope_fusion": engine and not latent,
+        "moe_grouped_gemm": engine,
+        "moe_token_dispatcher_type": "alltoall",
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "persist_layer_norm": False,
+        "batch_p2p_comm": False,
         # The CPU's look-up of embeddings is deterministic as it is.
         "deterministic_mode": options.deterministic and not cpu.on_cpu(),
         **(_RECOMPUTE if options.recompute_activations else {}),
@@ -198,13 +161,6 @@ class PolicyModel(GPTModel):
     Logits are then computed only where a token was sampled (`log_probs.py`).
     """
 
-    def _preprocess(self, *args: Any, packed_seq_params: PackedSequences | None = None, **kwargs: Any):
-        out = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
-        if packed_seq_params is None or packed_seq_params.qkv_format == "thd":
-            return out
-        table, positions = out[1], packed_seq_params.positions
-        return (out[0], table.index_select(0, positions), *out[2:])
-
     def _postprocess(self, hidden_states, *args: Any, **kwargs: Any):
         if not self.post_process or kwargs.get("labels") is not None:
             return super()._postprocess(hidden_states, *args, **kwargs)
@@ -232,22 +188,27 @@ class PolicyModel(GPTModel):
 _SPLIT_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
 
 
-def build_model(bridge: Bridge, layout: Layout) -> PolicyModel:
+def build_model(conversion: Conversion) -> PolicyModel:
     """This rank's part of the model, weights not yet set."""
-    hf_config, config = bridge.hf_config, bridge.config
-    base, frequencies = _rotary(hf_config)
+    hf_config, config, layout = conversion.hf_config, conversion.config, conversion.layout
+    frequencies, scale = _rotary(hf_config)
     model = PolicyModel(
         config=config,
-        transformer_layer_spec=block_spec(config),
-        vocab_size=bridge.padded_vocab_size,
+        transformer_layer_spec=block_spec(config, output_norms=conversion.family.output_norms),
+        vocab_size=conversion.padded_vocab_size,
         max_sequence_length=hf_config.max_position_embeddings,
         pre_process=layout.pp_rank == 0,
         post_process=layout.last_stage,
-        share_embeddings_and_output_weights=bool(getattr(hf_config, "tie_word_embeddings", False)),
+        share_embeddings_and_output_weights=conversion.tied,
         position_embedding_type="rope",
-        rotary_base=base,
     )
-    model.rotary_pos_emb.inv_freq = frequencies.to(model.rotary_pos_emb.inv_freq.device)
+    frequencies = frequencies.to(next(model.parameters()).device)
+    if not config.multi_latent_attention:
+        model.rotary_pos_emb = Rotary(frequencies, interleaved=config.rotary_interleaved)
+    else:
+        rotary = LatentRotary(frequencies, scale if config.rope_type == "yarn" else None)
+        for layer in model.decoder.layers:
+            layer.self_attention.rotary_pos_emb = rotary
     _mark_split_weights(model)
     return model
 
@@ -267,23 +228,26 @@ def _mark_split_weights(model: PolicyModel) -> None:
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
 
 
-def _rotary(hf_config: PretrainedConfig) -> tuple[float, torch.Tensor]:
-    """Base and inverse frequencies float32[dim / 2] exactly as transformers computes them."""
-    parameters = rope(hf_config.to_dict())
+def _rotary(hf_config: PretrainedConfig) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies float32[dim / 2] and the factor of cosine and sine, exactly as transformers computes them."""
+    model = hf_config.to_dict()
+    parameters = rope(model)
     kind, base = parameters["rope_type"], parameters["rope_theta"]
     if kind == "default":
-        dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-        return base, 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
-    frequencies, _ = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
-    return base, frequencies.float()
+        width = getattr(hf_config, "qk_rope_head_dim", None) or head_dim(model)
+        assert width is not None  # Megatron's configuration was made of it
+        dim = int(width * rotated_share(model))
+        return 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim), 1.0
+    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
+    return frequencies.float(), scale
 
 
-def vocab_shard(model: PolicyModel, bridge: Bridge, layout: Layout) -> VocabShard:
+def vocab_shard(model: PolicyModel, conversion: Conversion) -> VocabShard:
     """This rank's part of the vocabulary. Last stage only."""
     rows = model.output_weight().shape[0]
-    start = rows * layout.tp_rank
-    size = max(0, min(rows, bridge.vocab_size - start))
-    return VocabShard(start=start, size=size, group=bridge.mpu.tp_group)
+    start = rows * conversion.layout.tp_rank
+    size = max(0, min(rows, conversion.vocab_size - start))
+    return VocabShard(start=start, size=size, group=parallel_state.get_tensor_model_parallel_group())
 
 
 def wrap_ddp(model: torch.nn.Module, options: TrainerOptions) -> DistributedDataParallel:

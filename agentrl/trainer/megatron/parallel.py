@@ -29,6 +29,11 @@ class Layout:
     dp: int
     dp_rank: int
     cp: int
+    ep: int = 1
+    """Ranks over which experts are spread. Where it is 1, tensor parallelism splits them as all else."""
+    ep_rank: int = 0
+    edp_rank: int = 0
+    """Among the ranks that hold the same experts."""
 
     @property
     def last_stage(self) -> bool:
@@ -112,6 +117,7 @@ def initialize(
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
         context_parallel_size=options.context_parallel_size,
         expert_model_parallel_size=options.expert_model_parallel_size,
+        expert_tensor_parallel_size=1 if options.expert_model_parallel_size > 1 else None,
         distributed_timeout_minutes=options.distributed_timeout_minutes,
         create_gloo_process_groups=False,
     )
@@ -127,6 +133,9 @@ def initialize(
         dp=parallel_state.get_data_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         cp=parallel_state.get_context_parallel_world_size(),
+        ep=parallel_state.get_expert_model_parallel_world_size(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        edp_rank=parallel_state.get_expert_data_parallel_rank(),
     )
 
 

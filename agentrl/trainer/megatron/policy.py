@@ -32,7 +32,7 @@ class Policy:
     def __init__(self, core: Core, algorithm: Algorithm):
         options = core.options
         self.core, self.algorithm, self.loss = core, algorithm, Loss(algorithm, options)
-        self._shard = vocab_shard(core.model, core.bridge, core.layout) if core.layout.last_stage else None
+        self._shard = vocab_shard(core.model, core.conversion) if core.layout.last_stage else None
         self._stop = agreement.Bounds.of(options, gpu=core.device.type == "cuda").stop
         self._copies = WeightCopies(core.model)
         if "ref" in algorithm.infers(1):

@@ -6,11 +6,12 @@
       state.json                     layout it was saved under, counters, scheduler
       model-tp0-pp0.safetensors      one file a tensor- and pipeline-parallel rank:
                                      weight/<name>, exp_avg/<name>, exp_avg_sq/<name>
+      experts-ep0-pp0.safetensors    the same of experts, where they are spread over ranks
       random-00000.safetensors       random states, one file a rank
 
 Weights are the optimizer's float32 ones. Names are Megatron's with the number of the layer in the whole
-model, so pipeline stages can be cut anew on loading; tensor-parallel parts are joined and split by
-mbridge. So a checkpoint saved at one layout loads at another. At the same layout, a resumed run
+model, so pipeline stages can be cut anew on loading, and experts and tensor-parallel parts be dealt anew.
+So a checkpoint saved at one layout loads at another. At the same layout, a resumed run
 is bit-identical to one that was not interrupted.
 
 Megatron's own distributed checkpoints are not used: torch's format behind them reads its index by unpickling.
@@ -23,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mbridge.core.bridge import Bridge
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -36,6 +36,7 @@ from agentrl.data.files import write_json
 from agentrl.data.tensor_file import save_tensors
 from agentrl.errors import CheckpointError
 from agentrl.trainer.megatron import cpu
+from agentrl.trainer.megatron.conversion import Conversion, is_split
 from agentrl.trainer.megatron.model import PolicyModel
 from agentrl.trainer.megatron.parallel import Layout
 
@@ -48,22 +49,22 @@ class ModelState:
     """Saves and loads what a rank holds. Collective.
 
     Args:
-        model, bridge, optimizer, scheduler: of this rank.
+        model, conversion, optimizer, scheduler: of this rank.
         layout: where this rank stands.
     """
 
     def __init__(
         self,
         model: PolicyModel,
-        bridge: Bridge,
+        conversion: Conversion,
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
         layout: Layout,
     ):
-        self._bridge, self._scheduler, self._layout = bridge, scheduler, layout
+        self._conversion, self._scheduler, self._layout = conversion, scheduler, layout
+        # Experts that are spread over ranks have an optimizer of their own.
         self._optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
-        names = bridge._weight_name_mapping_mcore_local_to_global(model)
-        self._parameters = {names[local]: p for local, p in model.named_parameters()}
+        self._parameters = {conversion.name(model, local): p for local, p in model.named_parameters()}
 
     def save(self, folder: Path, counters: dict[str, int]) -> None:
         """Write this rank's files into ``folder``, which exists or is made. Ends with a barrier."""
@@ -71,15 +72,20 @@ class ModelState:
         layout = self._layout
         steps = self._steps()
         tensors: dict[str, Tensor] = {}
+        experts: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             # Collective with the distributed optimizer, so on all data-parallel ranks.
             for kind, value in self._values(parameter, steps).items():
-                tensors[f"{kind}/{name}"] = value.detach().to("cpu", copy=True).contiguous()
+                file = experts if self._conversion.spread(name) else tensors
+                file[f"{kind}/{name}"] = value.detach().to("cpu", copy=True).contiguous()
         if layout.dp_rank == 0:
             save_tensors(tensors, folder / f"model-tp{layout.tp_rank}-pp{layout.pp_rank}.safetensors")
+        if experts and layout.edp_rank == 0:
+            save_tensors(experts, folder / f"experts-ep{layout.ep_rank}-pp{layout.pp_rank}.safetensors")
         save_tensors(_random_states(), folder / f"random-{layout.rank:05d}.safetensors")
         if layout.rank == 0:
-            sizes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "world_size": layout.world_size}
+            sizes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "ep": layout.ep}
+            sizes["world_size"] = layout.world_size
             state = {
                 "format": FORMAT,
                 "layout": sizes,
@@ -101,7 +107,7 @@ class ModelState:
         state = read_json(folder / "state.json")
         if state.get("format") != FORMAT:
             raise CheckpointError(f"{folder}: format {state.get('format')}, expected {FORMAT}")
-        saved = _SavedTensors(folder, state["layout"], self._bridge, self._layout)
+        saved = _SavedTensors(folder, state["layout"], self._conversion)
         steps = state["optimizer_steps"]
         with torch.no_grad():
             for name, parameter in self._parameters.items():
@@ -116,9 +122,15 @@ class ModelState:
 
     # -- the three kinds of optimizers ------------------------------------------------------------
 
+    def _optimizer_of(self, parameter: torch.nn.Parameter) -> MegatronOptimizer:
+        if len(self._optimizers) == 1:
+            return self._optimizers[0]
+        # Megatron deals parameters by this mark of theirs: those of spread experts are not summed over all replicas.
+        return self._optimizers[0] if getattr(parameter, "allreduce", True) else self._optimizers[1]
+
     def _values(self, parameter: torch.nn.Parameter, steps: int) -> dict[str, Tensor]:
         """float32 weight and moments, each of the shape of the (local) parameter."""
-        optimizer = self._optimizers[0]
+        optimizer = self._optimizer_of(parameter)
         if isinstance(optimizer, DistributedOptimizer):
             return self._gathered(optimizer, parameter, steps)
         main = getattr(parameter, "main_param", parameter)
@@ -142,7 +154,7 @@ class ModelState:
         return values
 
     def _set(self, parameter: torch.nn.Parameter, values: dict[str, Tensor], steps: int) -> None:
-        optimizer = self._optimizers[0]
+        optimizer = self._optimizer_of(parameter)
         parameter.copy_(values["weight"])
         if isinstance(optimizer, DistributedOptimizer):
             mine = _slice_of(optimizer, parameter)
@@ -167,8 +179,8 @@ class ModelState:
 
     def _steps(self) -> int:
         """Updates Adam has made. The same on all ranks, also on one that owns no slice."""
-        optimizer = self._optimizers[0].optimizer
-        counts = [*optimizer.param_groups, *optimizer.state.values()]
+        inner = [part.optimizer for part in self._optimizers]
+        counts = [count for part in inner for count in (*part.param_groups, *part.state.values())]
         mine = max((int(c["step"]) for c in counts if "step" in c), default=0)
         steps = torch.tensor(mine, device=next(iter(self._parameters.values())).device)
         dist.all_reduce(steps, op=dist.ReduceOp.MAX)
@@ -192,58 +204,46 @@ def _slice_of(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) ->
 class _SavedTensors:
     """Tensors of a saved folder, cut as this rank needs them."""
 
-    def __init__(self, folder: Path, saved: dict[str, int], bridge: Bridge, layout: Layout):
-        self._bridge, self._layout, self._saved_tp = bridge, layout, saved["tp"]
-        self._files: dict[tuple[int, int], Any] = {}
-        self._stage_of: dict[str, int] = {}
+    def __init__(self, folder: Path, saved: dict[str, int], conversion: Conversion):
+        self._conversion = conversion
+        self._files: dict[str, list[Any]] = {}
+        """Key -> the files that have it, or its tensor-parallel parts in order."""
         for stage in range(saved["pp"]):
-            for part in range(saved["tp"]):
-                path = folder / f"model-tp{part}-pp{stage}.safetensors"
-                try:
-                    self._files[part, stage] = safe_open(path, framework="pt", device="cpu")
-                except (OSError, SafetensorError) as error:
-                    raise CheckpointError(f"{path} cannot be read ({error}); use another checkpoint") from error
-            for key in self._files[0, stage].keys():  # noqa: SIM118
-                self._stage_of.setdefault(key, stage)
+            parts = [self._open(folder / f"model-tp{part}-pp{stage}.safetensors") for part in range(saved["tp"])]
+            spread = saved.get("ep", 1)
+            files = [folder / f"experts-ep{part}-pp{stage}.safetensors" for part in range(spread if spread > 1 else 0)]
+            for group in (parts, *([self._open(file)] for file in files)):
+                for key in group[0].keys():  # noqa: SIM118
+                    self._files.setdefault(key, group)
+
+    @staticmethod
+    def _open(path: Path) -> Any:
+        try:
+            return safe_open(path, framework="pt", device="cpu")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read ({error}); use another checkpoint") from error
 
     def local(self, kind: str, name: str, parameter: Tensor) -> Tensor:
         """This rank's part of a tensor that is laid out like ``parameter``."""
         key = f"{kind}/{name}"
-        if key not in self._stage_of and name == "output_layer.weight":
+        if key not in self._files and name == "output_layer.weight":
             # Saved in one stage, loaded in several: the tied head is a copy of the embedding.
             key = f"{kind}/embedding.word_embeddings.weight"
-        if key not in self._stage_of:
+        if key not in self._files:
             raise CheckpointError(f"the checkpoint has no {key!r}; it is of another model")
-        stage = self._stage_of[key]
-        parts = [self._files[part, stage].get_tensor(key) for part in range(self._saved_tp)]
-        split = bool(getattr(parameter, "tensor_model_parallel", False))
-        if not split:
-            value = parts[0]
-        elif self._saved_tp == self._layout.tp:
-            value = parts[self._layout.tp_rank]
-        else:
-            value = self._resplit(name, parts, parameter)
+        parts = [file.get_tensor(key) for file in self._files[key]]
+        whole = parts[0]
+        if is_split(parameter):
+            whole = self._conversion.merge(name, parts, vars(parameter)["partition_dim"])
+        if name in _EMBEDDINGS:
+            whole = self._conversion.padded(whole)
+        value = self._conversion.split(name, whole, parameter)
         if value.shape != parameter.shape:
             raise CheckpointError(
                 f"the checkpoint's {key!r} has shape {tuple(value.shape)}, this model's {tuple(parameter.shape)}; "
                 "it is of another model"
             )
         return value
-
-    def _resplit(self, name: str, parts: list[Tensor], parameter: Tensor) -> Tensor:
-        bridge = self._bridge
-        if len(parts) == 1:
-            whole = parts[0]
-        elif name.endswith(("linear_fc1.weight", "linear_fc1.bias")):
-            # Each part is its own [gate; up].
-            whole = torch.cat([torch.cat(half) for half in zip(*(p.chunk(2) for p in parts), strict=True)])
-        else:
-            whole = torch.cat(parts, dim=vars(parameter)["partition_dim"])
-        if name in _EMBEDDINGS:
-            whole = whole[: bridge.vocab_size]
-            missing = bridge.padded_vocab_size - bridge.vocab_size
-            whole = torch.cat([whole, whole.new_zeros(missing, whole.shape[1])]) if missing else whole
-        return bridge._weight_split_across_tp(name, whole, parameter, self._layout.tp)[self._layout.tp_rank]
 
 
 def _random_states() -> dict[str, Tensor]:

@@ -1,0 +1,39 @@
+"""GLM-4.5, 4.6 and 4.7: half of each head rotated, DeepSeek-V3's routing, the first layers dense."""
+
+from agentrl.families.family import (
+    ATTENTION,
+    EXPERTS,
+    MLP,
+    NORMS,
+    Family,
+    Model,
+    Settings,
+    dense,
+    experts,
+    first_layers,
+    shared_experts,
+    sigmoid_routing,
+    sigmoid_routing_wrong,
+    words,
+)
+
+
+def settings(model: Model) -> Settings:
+    return (
+        dense(model, add_qkv_bias=model.get("attention_bias"), qk_layernorm=bool(model.get("use_qk_norm")))
+        | experts(model, dense_layers=first_layers(model), norm=True)
+        | sigmoid_routing(model)
+    )
+
+
+FAMILY = Family(
+    settings,
+    {**NORMS, **ATTENTION, **MLP, **EXPERTS, **shared_experts("shared_experts")},
+    fields=words(
+        "attention_bias partial_rotary_factor use_qk_norm moe_intermediate_size num_experts_per_tok "
+        "n_shared_experts n_routed_experts routed_scaling_factor n_group topk_group first_k_dense_replace "
+        "num_nextn_predict_layers"
+    ),
+    only={"norm_topk_prob": True},
+    wrong=sigmoid_routing_wrong,
+)
