@@ -184,17 +184,10 @@ class EngineControl:
 
     # Health.
 
-    async def is_ready(self, *, timeout: float = 5.0) -> bool:
-        """Whether the HTTP process answers. Costs nothing, true while paused."""
-        return await self._answers("/health", timeout)
-
     async def can_generate(self, *, timeout: float = 20.0) -> bool:
         """Whether the whole engine answers: one token is generated if nothing else is. False while paused."""
-        return await self._answers("/health_generate", timeout)
-
-    async def _answers(self, path: str, timeout: float) -> bool:
         try:
-            await self._call("GET", path, None, timeout)
+            await self._call("GET", "/health_generate", None, timeout)
         except EngineError:
             return False
         return True

@@ -135,11 +135,6 @@ class EnginePool:
         """The bearer key of the router."""
         return self._router.api_key
 
-    @property
-    def engine_key(self) -> str:
-        """The bearer key of the engines themselves."""
-        return self._engine_key
-
     def engines(self, *states: str) -> list[EngineControl]:
         """Control of the engines in the given states, by default ``serving``."""
         return [place.control for place in self._places if place.control and place.state in (states or (SERVING,))]
@@ -342,7 +337,9 @@ class EnginePool:
                 if engine is not None and place.engine is not engine:
                     return  # its process ended meanwhile, and its watch replaces it
                 await self._empty(place)
-        await self._give_up(place)
+        await self._set_state(place, DEAD, None)
+        if all(other.state == DEAD for other in self._places):
+            await self._break(f"no engine runs and {self.max_failed_starts} replacements in a row did not start")
 
     async def _bring_up(self, place: PooledEngine, engine: LocalEngine | RayEngine) -> None:
         """Admit a replacement, with the current weights if weights were ever given."""
@@ -358,11 +355,6 @@ class EnginePool:
                 except WeightSyncError as error:
                     raise EngineError(str(error)) from error
             await self._admit(place)
-
-    async def _give_up(self, place: PooledEngine) -> None:
-        await self._set_state(place, DEAD, None)
-        if all(other.state == DEAD for other in self._places):
-            await self._break(f"no engine runs and {self.max_failed_starts} replacements in a row did not start")
 
     async def _break(self, reason: str) -> None:
         log.error("%s", reason)

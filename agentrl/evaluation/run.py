@@ -25,7 +25,7 @@ from agentrl.data.files import JsonLines, read_jsonl, write_jsonl
 from agentrl.data.records import to_record
 from agentrl.data.run_folder import RunDir
 from agentrl.envs.registry import make_env
-from agentrl.errors import ConfigError, EngineError
+from agentrl.errors import ConfigError
 from agentrl.evaluation.heldout import HeldOutSet, held_out_sets, rehearse_set
 from agentrl.evaluation.metrics import summarize
 from agentrl.evaluation.policy import Policy, described, model_folder, model_identity, open_policy, settled
@@ -256,7 +256,7 @@ class Session:
             EngineError: no engine is left.
             ConfigError: what is asked for cannot work at all (a key that the server refuses, say).
         """
-        from agentrl.rollout.worker import EpisodeRunner
+        from agentrl.rollout.worker import EpisodeRunner, unless_broken
 
         cfg = self.cfg
         runner = EpisodeRunner(
@@ -289,7 +289,7 @@ class Session:
                     tasks.create_task(player())
 
         try:
-            await _unless_broken(asyncio.create_task(all_players()), policy)
+            await unless_broken(asyncio.create_task(all_players()), policy.broken)
         except BaseExceptionGroup as errors:
             raise first_of(errors) from None
         finally:
@@ -370,23 +370,6 @@ class Session:
 def _without_text(trajectory: Trajectory) -> Trajectory:
     """What the summary needs of an episode that is in the file: memory must not grow with every token."""
     return replace(trajectory, segments=[], messages=[])
-
-
-async def _unless_broken(playing: asyncio.Task[None], policy: Policy) -> None:
-    """Await ``playing``, unless the policy can answer no more: episodes would then wait out every deadline.
-
-    Raises:
-        EngineError: it cannot; the text says why.
-    """
-    try:
-        while not playing.done():
-            await asyncio.wait([playing], timeout=POLL_SECONDS)
-            if (reason := policy.broken()) and not playing.done():
-                raise EngineError(reason)
-    finally:
-        if playing.cancel():
-            await asyncio.wait([playing], timeout=POLL_SECONDS)
-    await playing
 
 
 def first_of(errors: BaseExceptionGroup[Any]) -> BaseException:

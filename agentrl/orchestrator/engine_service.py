@@ -11,6 +11,7 @@ from agentrl.engines.pool import EnginePool
 from agentrl.engines.world import World
 from agentrl.errors import EngineError
 from agentrl.orchestrator.watch import WEIGHTS
+from agentrl.rollout.worker import unless_broken
 from agentrl.weights.snapshot import Snapshot
 from agentrl.weights.sync import WeightSync
 from agentrl.weights.transports.broadcast import Broadcast
@@ -57,21 +58,14 @@ class EngineService:
         }
 
     async def unless_broken(self, episodes: asyncio.Future[Any]) -> Any:
-        """The result of playing episodes, unless no engine is left: then they would wait out every deadline.
+        """The result of playing episodes, unless no engine is left.
 
         Raises:
-            EngineError: no engine is left, or :meth:`stop` was called.
+            EngineError: no engine is left, or :meth:`end_episodes` was called.
         """
         self._playing = episodes
         try:
-            while not episodes.done():
-                await asyncio.wait([episodes], timeout=1.0)
-                if self.pool.broken and not episodes.done():
-                    raise EngineError(self.pool.broken)
-        finally:
-            episodes.cancel()
-        try:
-            return await episodes
+            return await unless_broken(episodes, lambda: self.pool.broken)
         except asyncio.CancelledError:
             if self._ending:
                 raise EngineError("the episodes were cancelled: the run is ending") from None

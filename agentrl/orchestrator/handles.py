@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +21,9 @@ from agentrl.orchestrator.watch import WEIGHTS, with_pulse
 from agentrl.progress import Progress
 from agentrl.trainer.ranks import TrainActor
 from agentrl.weights.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from agentrl.orchestrator.manager import Generated
 
 POLL_S = 0.5
 START_TIMEOUT_S = 300.0
@@ -107,7 +109,7 @@ def create_ranks(
     return ranks
 
 
-class TrainerGroup:
+class TrainerHandle:
     """All Megatron ranks. ``deadline`` is seconds for one call."""
 
     def __init__(self, ranks: list[Any], *, num_steps: int, deadline: float):
@@ -159,17 +161,7 @@ class TrainerGroup:
         await self._all("exporting the model", "save_hf", str(path))
 
 
-@dataclass(frozen=True)
-class Generated:
-    """One rollout: its metrics, the reference of its batch, and sentences on what was lost and which tasks dropped."""
-
-    metrics: dict[str, float]
-    batch: list[Any]
-    lost: str | None = None
-    dropped: str | None = None
-
-
-class RolloutGroup:
+class RolloutHandle:
     """The rollout manager. ``deadline`` is seconds for one call, ``rollout_deadline`` for a whole batch."""
 
     def __init__(self, manager: Any, *, deadline: float, rollout_deadline: float):
@@ -183,8 +175,7 @@ class RolloutGroup:
 
     async def generate(self, step: int, *, progress: Progress) -> Generated | None:
         """Play one batch of groups; None when there are no more tasks."""
-        result = await self._watched("the rollout", self.manager.generate.remote(step), progress)
-        return None if result is None else Generated(*result)
+        return await self._watched("the rollout", self.manager.generate.remote(step), progress)
 
     async def evaluate(self, step: int, *, progress: Progress) -> dict[str, Any]:
         """Play the held-out sets; summaries by name. The episodes are in the trajectory store."""

@@ -36,7 +36,7 @@ from agentrl.errors import AgentRLError, CheckpointError, ConfigError, DataError
 from agentrl.evaluation.heldout import held_out_sets, rehearse_set
 from agentrl.loading import portable, portable_source
 from agentrl.orchestrator.cluster import Cluster, bundles_of, check_nodes
-from agentrl.orchestrator.handles import RolloutGroup, TrainerGroup, create_ranks
+from agentrl.orchestrator.handles import RolloutHandle, TrainerHandle, create_ranks
 from agentrl.orchestrator.loop import best_metrics, due, keep_best, training_loop
 from agentrl.orchestrator.watch import ProcessLostError, Watch, with_pulse
 from agentrl.processes.signals import cancel_on_signals, stderr_to, write_log_to
@@ -287,7 +287,7 @@ def weights_folder(cfg: Config, run: RunDir, warden: Warden) -> Iterator[str]:
 async def _run(
     cfg: Config, cluster: Cluster, run: RunDir, progress: Progress, source: Checkpoint | None, weights_dir: str
 ) -> None:
-    rollout: RolloutGroup | None = None
+    rollout: RolloutHandle | None = None
     checkpoints = CheckpointStore(run.checkpoints, keep_last=cfg.keep_last)
     with cancel_on_signals():
         try:
@@ -339,7 +339,7 @@ def settle(run: RunDir, checkpoints: CheckpointStore, start: int, progress: Prog
         progress.log(Text(mended))
 
 
-def start_actors(cfg: Config, cluster: Cluster, run: RunDir, weights_dir: str) -> tuple[TrainerGroup, RolloutGroup]:
+def start_actors(cfg: Config, cluster: Cluster, run: RunDir, weights_dir: str) -> tuple[TrainerHandle, RolloutHandle]:
     """Create all actors; they start at the same time."""
     from agentrl.orchestrator.manager import RolloutManager
 
@@ -357,8 +357,8 @@ def start_actors(cfg: Config, cluster: Cluster, run: RunDir, weights_dir: str) -
     held_out = cfg.eval_tasks * cfg.n_samples_per_eval_prompt * sets
     waves = max(episodes, held_out) / cfg.rollout_concurrency + 1
     return (
-        TrainerGroup(ranks, num_steps=cfg.num_steps_per_rollout or 1, deadline=TRAIN_DEADLINE_S),
-        RolloutGroup(
+        TrainerHandle(ranks, num_steps=cfg.num_steps_per_rollout or 1, deadline=TRAIN_DEADLINE_S),
+        RolloutHandle(
             manager,
             deadline=START_DEADLINE_S + cfg.engine_timeout,
             # Each of an episode's three attempts ends by its own timeout, so a batch ends after so many waves of them.

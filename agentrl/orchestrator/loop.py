@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from agentrl.config.schema import Config
     from agentrl.data.checkpoint import CheckpointStore
     from agentrl.data.run_folder import RunDir
-    from agentrl.orchestrator.handles import RolloutGroup, TrainerGroup
+    from agentrl.orchestrator.handles import RolloutHandle, TrainerHandle
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ async def training_loop(
     cfg: Config,
     *,
     start: int,
-    trainer: TrainerGroup,
-    rollout: RolloutGroup,
+    trainer: TrainerHandle,
+    rollout: RolloutHandle,
     checkpoints: CheckpointStore,
     run: RunDir,
     progress: Progress,
@@ -91,7 +91,7 @@ async def training_loop(
 
 
 async def train(
-    reference: list[Any], algorithm: Algorithm, trainer: TrainerGroup, *, keep: bool
+    reference: list[Any], algorithm: Algorithm, trainer: TrainerHandle, *, keep: bool
 ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """Train on a batch; metrics, and the columns it was trained with: all with ``keep``, else ``advantage``."""
     began, batch = time.monotonic(), await trainer.fetch(reference)
@@ -109,8 +109,8 @@ async def end_early(
     cfg: Config,
     version: int,
     *,
-    trainer: TrainerGroup,
-    rollout: RolloutGroup,
+    trainer: TrainerHandle,
+    rollout: RolloutHandle,
     checkpoints: CheckpointStore,
     run: RunDir,
     progress: Progress,
@@ -124,7 +124,7 @@ async def end_early(
     keep_best(cfg, checkpoints=checkpoints, run=run, progress=progress)
 
 
-async def sync(version: int, *, trainer: TrainerGroup, rollout: RolloutGroup, progress: Progress) -> dict[str, float]:
+async def sync(version: int, *, trainer: TrainerHandle, rollout: RolloutHandle, progress: Progress) -> dict[str, float]:
     """Publish the trainer's weights as ``version`` and bring the engines to it."""
     progress.stage("syncing weights")
     began = time.monotonic()
@@ -145,7 +145,7 @@ def due(version: int, interval: int, total: int) -> bool:
     return interval > 0 and (version % interval == 0 or version == total)
 
 
-async def evaluate(rollout: RolloutGroup, step: int, *, run: RunDir, progress: Progress) -> None:
+async def evaluate(rollout: RolloutHandle, step: int, *, run: RunDir, progress: Progress) -> None:
     """Evaluate on every held-out set."""
     progress.stage("evaluating on held-out tasks")
     summaries = await rollout.evaluate(step, progress=progress)

@@ -1,37 +1,38 @@
 """The rollout manager: engines, tasks and episodes of a run, as one Ray actor.
 
-It hands out tasks, plays their groups, turns them into a batch, plays the held-out sets, keeps the engines
-alive and brings them to the trainer's weights. The trainer's ranks never see an engine; the driver never
-sees a token.
+It joins its parts, none of which knows the driver: the dispatcher hands out tasks and has them played, the sink makes
+a batch of the groups that come back, the evaluator plays the held-out sets, the engine service keeps engines alive and
+at the trainer's weights. The trainer's ranks never see an engine; the driver never sees a token.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from agentrl.algorithms import TrainBatch, load_algorithm
+from agentrl.algorithms import load_algorithm
 from agentrl.config.schema import AlgorithmOptions, Config
-from agentrl.data.account import DataBuffer, load_source
-from agentrl.data.deaths import FailedTasks, failures
+from agentrl.data.account import PendingGroup, TaskAccount, load_source
+from agentrl.data.deaths import FailedTasks
 from agentrl.data.store import TrajectoryStore
 from agentrl.engines.options import engine_spec
 from agentrl.engines.world import World
 from agentrl.envs.registry import make_env
 from agentrl.envs.tool_env import check_machine
-from agentrl.errors import AgentRLError
 from agentrl.evaluation.heldout import HeldOutSet, held_out_environments, held_out_sets
 from agentrl.orchestrator.dispatcher import Dispatcher
 from agentrl.orchestrator.engine_service import EngineService, weight_sync
 from agentrl.orchestrator.evaluator import Evaluator
 from agentrl.orchestrator.metrics import rollout_metrics
 from agentrl.orchestrator.notices import lost_episodes
+from agentrl.orchestrator.sink import Sink
 from agentrl.orchestrator.tally import Tally
 from agentrl.processes.signals import write_log_to
 from agentrl.rollout.conversation import EpisodeLimits
@@ -39,13 +40,26 @@ from agentrl.rollout.options import episode_limits, eval_params, open_chat, roll
 from agentrl.rollout.policies.sglang import EngineClient
 from agentrl.rollout.worker import EpisodeRunner
 from agentrl.tasks.source import TaskSource
-from agentrl.types import Group, StopReason, Trajectory
+from agentrl.types import Group, Trajectory
 from agentrl.weights.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
 SHARED = 0.4
 """Share of a GPU's memory that an engine takes where it shares the GPU with the trainer."""
+
+
+class Generated(NamedTuple):
+    """A rollout as the driver sees it."""
+
+    metrics: dict[str, float]
+    batch: list[Any]
+    """The reference of the :class:`~agentrl.algorithms.TrainBatch` in Ray's store; in a list, so that Ray passes the
+    reference on and not the batch."""
+    lost: str | None = None
+    """What was lost, in a sentence."""
+    dropped: str | None = None
+    """Which tasks were dropped, in another."""
 
 
 class RolloutManager:
@@ -77,9 +91,6 @@ class RolloutManager:
         self.store = TrajectoryStore(self.run_dir / "trajectories")
         self.tally = Tally()
         self.algorithm = load_algorithm(cfg.section(AlgorithmOptions))
-        self._last: tuple[int, list[Trajectory], TrainBatch] | None = None
-        self._last_groups: list[str] = []
-        self._last_dropped: list[str] = []
         self._engine_options, self._world, self._rank0 = engine_options, world, rank0
 
     async def start(self) -> list[str]:
@@ -106,7 +117,7 @@ class RolloutManager:
         starting = asyncio.create_task(pool.start())
         try:
             notes = await asyncio.to_thread(self._open_template)
-            buffer, held_out = await asyncio.to_thread(self._open_data)
+            account, held_out = await asyncio.to_thread(self._open_data)
         except BaseException:
             # Stopped first: engines may take minutes to come up for a run that cannot begin.
             await asyncio.gather(pool.stop(), starting, return_exceptions=True)
@@ -114,22 +125,14 @@ class RolloutManager:
         await starting
         self.client = EngineClient(pool.router_url, pool.router_key)
         runner = self._runner(*cfg.env_spec(), rollout_params(cfg), episode_limits(cfg))
-        self._put_together(buffer, runner, held_out)
+        self._put_together(account, runner, held_out)
         return notes
 
-    def _put_together(self, buffer: DataBuffer, runner: EpisodeRunner, held_out: list[HeldOutSet]) -> None:
-        cfg = self.cfg
-        self.buffer = buffer
-        self.dispatcher = Dispatcher(
-            buffer,
-            runner,
-            failed=FailedTasks(self.run_dir / "failed_tasks.json"),
-            store=self.store,
-            tally=self.tally,
-            size=cfg.rollout_batch_size,
-            samples=cfg.n_samples_per_prompt,
-            unless_broken=self.engines.unless_broken,
-        )
+    def _put_together(self, account: TaskAccount, runner: EpisodeRunner, held_out: list[HeldOutSet]) -> None:
+        cfg, failed = self.cfg, FailedTasks(self.run_dir / "failed_tasks.json")
+        self.account, self.runner = account, runner
+        self.dispatcher = Dispatcher(account, self._play, failed=failed, capacity=cfg.rollout_batch_size)
+        self.sink = Sink(account, self.algorithm, failed=failed, store=self.store, size=cfg.rollout_batch_size)
         self.evaluator = Evaluator(
             cfg,
             held_out,
@@ -137,6 +140,11 @@ class RolloutManager:
             store=self.store,
             tally=self.tally,
             unless_broken=self.engines.unless_broken,
+        )
+
+    async def _play(self, pending: PendingGroup) -> Group:
+        return await self.runner.run_group(
+            pending.task, self.cfg.n_samples_per_prompt, pending.group_id, on_trajectory=self.tally.add
         )
 
     def _open_template(self) -> list[str]:
@@ -148,7 +156,7 @@ class RolloutManager:
         acts_in = [own, *(other for other in others if other != own)]
         return template_notes(cfg, self.chat, acts_in, training=True)
 
-    def _open_data(self) -> tuple[DataBuffer, list[HeldOutSet]]:
+    def _open_data(self) -> tuple[TaskAccount, list[HeldOutSet]]:
         cfg = self.cfg
         spec, kwargs = cfg.env_spec()
         if cfg.data_source_path:
@@ -158,7 +166,7 @@ class RolloutManager:
             check_machine(env)  # here, for what the first check takes would hold up the episodes
             source = TaskSource.of_env(spec, env, seed=cfg.seed)
             env.close()
-        return DataBuffer(source), held_out_sets(cfg) if cfg.eval_interval else []
+        return TaskAccount(source), held_out_sets(cfg) if cfg.eval_interval else []
 
     def _runner(self, spec: str, kwargs: dict[str, Any], params: Any, limits: EpisodeLimits) -> EpisodeRunner:
         return EpisodeRunner(
@@ -171,59 +179,46 @@ class RolloutManager:
             generate=self.cfg.custom_generate_function_path,
         )
 
-    async def generate(self, step: int) -> tuple[dict[str, float], list[Any], str | None, str | None] | None:
-        """Play one batch of groups.
-
-        Returns:
-            Metrics; a list with the reference of the :class:`TrainBatch` in Ray's store (in a list, so
-            that Ray passes the reference on and not the batch); what was lost, in a sentence; which tasks were
-            dropped, in another. None when the data source has no more tasks.
+    async def generate(self, step: int) -> Generated | None:
+        """Play one batch of groups; None when the data source has no more tasks.
 
         Raises:
             AgentRLError: no episode of the batch can be trained on; the text carries the last error.
         """
+        import ray
+
         began, before = time.monotonic(), self.client.metrics()
         log.info("rollout %d begins", step)
-        groups, lost, dropped = await self.dispatcher.play(step)
-        if not groups:
-            if lost:
-                await asyncio.to_thread(self.store.write, step, [t for group in lost for t in group.trajectories])
-            return None
+        await self.engines.unless_broken(asyncio.ensure_future(self._collect(step)))
         seconds = time.monotonic() - began
-        chosen = self.algorithm.select(groups)
-        compared = {g.group_id for g in groups if any(t.trajectory_id in chosen for t in g.trajectories)}
-        self._last_groups = [group.group_id for group in groups if group.group_id in compared]
-        self._last_dropped = [group.group_id for group in groups if group.group_id not in compared]
-        episodes = [t for group in [*lost, *groups] for t in group.trajectories]
-        await asyncio.to_thread(self.store.write, step, episodes)
-        self._refuse_if_incomparable(groups, chosen)
-        batch = TrainBatch.from_groups(groups, chosen)
-        self._last = step, episodes, batch
-        metrics = rollout_metrics([*lost, *groups], seconds, self.engines.version)
+        collected = await self.sink.take()
+        if collected is None:
+            return None
+        groups = [*collected.lost, *collected.groups]
+        metrics = rollout_metrics(groups, seconds, self.engines.version)
         after = self.client.metrics()
         metrics |= {f"engine/{k}": after[k] - before[k] for k in ("retries", "continuations", "failures")}
         prompt = after["prompt_tokens"] - before["prompt_tokens"]
         metrics["engine/cached_fraction"] = (after["cached_tokens"] - before["cached_tokens"]) / max(prompt, 1)
-        metrics |= {f"data/{name}": float(count) for name, count in self.buffer.counts.items()}
-        import ray
+        metrics |= {f"data/{name}": float(count) for name, count in self.account.counts.items()}
+        log.info("rollout %d ended: %d groups trained on, %d lost, %.1f s",
+                 step, len(collected.groups), len(collected.lost), seconds)  # fmt: skip
+        return Generated(metrics, [ray.put(collected.batch)], lost_episodes(groups), collected.dropped)
 
-        log.info("rollout %d ended: %d groups, %d episodes, %.1f s", step, len(groups), len(episodes), seconds)
-        return metrics, [ray.put(batch)], lost_episodes([*lost, *groups]), dropped
-
-    def _refuse_if_incomparable(self, groups: list[Group], chosen: set[str]) -> None:
-        failed, total = failures(groups)
-        for trajectory in failed[:3]:
-            log.warning("episode %s: %s: %s", trajectory.episode_id, trajectory.stop_reason, trajectory.error)
-        waited = [t for group in groups for t in group.trajectories if t.stop_reason is StopReason.ENGINE_TIMEOUT]
-        late = f", {len(waited)} ran out of time ({waited[-1].error})" if waited else ""
-        if waited:
-            log.warning("not trained on: of %d episodes%s", total, late)
-        if not chosen:
-            raise AgentRLError(
-                f"no group of this rollout has two episodes that can be compared, so there is nothing to train on: "
-                f"{self.cfg.n_samples_per_prompt} episodes a task were asked for (--n-samples-per-prompt, at least 2), "
-                f"{len(failed)} of {total} failed{late}"
-            )
+    async def _collect(self, step: int) -> None:
+        """Hand out tasks, and others for those that die, until the sink has a rollout or there are no more."""
+        self.sink.begin(step)
+        done = False
+        while not done:
+            wanted, suspects = self.sink.size, max(1, self.sink.size // 2)
+            while drawn := self.dispatcher.draw(wanted, suspects=suspects):
+                self.sink.expect(drawn)
+                self.tally.begin(len(drawn) * self.cfg.n_samples_per_prompt)
+                async with contextlib.aclosing(self.dispatcher.play(drawn)) as finished:
+                    async for group in finished:
+                        self.sink.add(group)
+                wanted, suspects = await self.sink.wanted(), 0
+            done = await self.sink.settle()
 
     async def peek(self) -> tuple[dict[str, int], Trajectory | None]:
         """How far the batch at hand is; once, the first episode of the run."""
@@ -235,16 +230,8 @@ class RolloutManager:
         return os.getpid()
 
     async def mark_trained(self, columns: dict[str, np.ndarray]) -> None:
-        """The optimizer has taken the last batch: its tasks count as trained, those that gave nothing as dropped. Its
-        episodes are stored with what they were trained with."""
-        if self._last is not None:
-            step, episodes, batch = self._last
-            self._last = None
-            batch.note_trained(episodes, columns, tokens=bool(self.cfg.store_train_tokens))
-            await asyncio.to_thread(self.store.write, step, episodes)
-        self.buffer.mark_trained(self._last_groups)
-        self.buffer.drop(self._last_dropped)
-        self._last_groups, self._last_dropped = [], []
+        """The optimizer has taken the last batch, with these columns."""
+        await self.sink.mark_trained(columns, tokens=bool(self.cfg.store_train_tokens))
 
     async def evaluate(self, step: int) -> dict[str, dict[str, Any]]:
         """Play all held-out sets; summaries by set name."""
@@ -256,18 +243,18 @@ class RolloutManager:
 
     async def state(self) -> dict[str, Any]:
         """JSON-ready state for a checkpoint: position in the data, account of every task."""
-        return {"buffer": self.buffer.state_dict()}
+        return {"buffer": self.account.state_dict()}
 
     async def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint's state."""
-        self.buffer.load_state_dict(state["buffer"])
+        self.account.load_state_dict(state["buffer"])
 
     async def close(self) -> None:
         """End episodes, engines and router. Episodes first: their environments are closed, and none asks an engine."""
         if not hasattr(self, "engines"):
             return
         await self.engines.end_episodes()
-        if hasattr(self, "dispatcher"):
-            await self.dispatcher.runner.close()
+        if hasattr(self, "runner"):
+            await self.runner.close()
             await self.client.close()
         await self.engines.pool.stop()

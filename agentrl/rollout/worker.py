@@ -11,13 +11,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, TypeVar
 
 import gymnasium
 import numpy as np
 
 from agentrl.concurrency.threads import OwnThread, belongs_to, own_thread, release_thread
-from agentrl.errors import ConfigError, describe
+from agentrl.errors import ConfigError, EngineError, describe
 from agentrl.rollout.conversation import Chat, Client, EpisodeLimits
 from agentrl.rollout.episode import play_episode
 from agentrl.rollout.generate_hook import GenerateFunction, load_generate_function
@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 10.0
 _MAKE_SECONDS = 300.0
+_POLL_SECONDS = 1.0
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -200,6 +203,24 @@ class EpisodeRunner(Generic[Client]):
             log.warning("closing %s: %s", type(env).__name__, describe(error))
         finally:
             release_thread(getattr(env, "unwrapped", env))
+
+
+async def unless_broken(playing: asyncio.Future[T], broken: Callable[[], str | None]) -> T:
+    """The result of playing episodes, unless ``broken`` says why no answer can be expected any more: they would wait
+    out every deadline. They are cancelled then.
+
+    Raises:
+        EngineError: with what ``broken`` says.
+    """
+    try:
+        while not playing.done():
+            await asyncio.wait([playing], timeout=_POLL_SECONDS)
+            if (reason := broken()) and not playing.done():
+                raise EngineError(reason)
+    finally:
+        if playing.cancel():
+            await asyncio.wait([playing], timeout=_POLL_SECONDS)
+    return await playing
 
 
 class RareCollection:

@@ -6,14 +6,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from agentrl.data.account import DataBuffer, load_source
+from agentrl.data.account import TaskAccount, load_source
 from agentrl.errors import ConfigError, DataError
 from agentrl.tasks.source import TaskSource
 from agentrl.types import Group, Task
 
 
 def buffer(size=None):
-    return DataBuffer(TaskSource("search", size, seed=0))
+    return TaskAccount(TaskSource("search", size, seed=0))
 
 
 def test_the_way_of_a_draw(make_group):
@@ -21,9 +21,7 @@ def test_the_way_of_a_draw(make_group):
     draws = buf.get_samples(3)
     assert len({d.group_id for d in draws}) == 3
     buf.add_samples([make_group(d) for d in draws])
-    groups = buf.take(2)
-    assert [g.group_id for g in groups] == [d.group_id for d in draws[:2]]
-    buf.mark_trained(g.group_id for g in groups)
+    buf.mark_trained(d.group_id for d in draws[:2])
     assert buf.counts == {"issued": 3, "in_flight": 0, "given_back": 0, "ready": 1, "trained": 2, "dropped": 0}
 
 
@@ -43,8 +41,10 @@ def test_wrong_moves_are_refused(make_group):
             move([draw.group_id])
     with pytest.raises(DataError, match="not in flight"):
         buf.add_samples([make_group(draw)])
-    with pytest.raises(DataError, match="2 groups asked for, 0 are ready"):
-        buf.take(2)
+    (draw,) = buf.get_samples(1)
+    buf.add_samples([make_group(draw)])
+    with pytest.raises(DataError, match="it finished before"):
+        buf.add_samples([make_group(draw)])
 
 
 def test_the_account_does_not_grow_with_the_run():
@@ -68,7 +68,7 @@ class Account(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.buf = buffer(7)
-        self.trained, self.dropped, self.flying, self.ready = Counter(), set(), {}, []
+        self.trained, self.dropped, self.flying, self.ready = Counter(), set(), {}, {}
         self.saved = None
 
     @rule(n=st.integers(0, 6))
@@ -79,37 +79,36 @@ class Account(RuleBasedStateMachine):
             assert d.group_id not in self.flying and not self.trained[d.group_id]
             self.flying[d.group_id] = d
 
-    def _some(self, data):
-        chosen = data.draw(st.lists(st.sampled_from(sorted(self.flying)), unique=True))
-        return [self.flying.pop(group_id) for group_id in chosen]
+    def _some(self, data, *, ready=True):
+        there = sorted({**self.flying, **self.ready} if ready else self.flying)
+        chosen = data.draw(st.lists(st.sampled_from(there), unique=True))
+        return [self.flying.pop(group_id, None) or self.ready.pop(group_id) for group_id in chosen]
 
     @precondition(lambda self: self.flying)
     @rule(data=st.data())
     def finish(self, data):
-        draws = self._some(data)
+        draws = self._some(data, ready=False)
         self.buf.add_samples([Group(d.group_id, d.task, []) for d in draws])
-        self.ready += draws
+        self.ready.update((d.group_id, d) for d in draws)
 
-    @precondition(lambda self: self.flying)
+    @precondition(lambda self: self.flying or self.ready)
     @rule(data=st.data())
     def give_back(self, data):
         self.buf.give_back([d.group_id for d in self._some(data)])
 
-    @precondition(lambda self: self.flying)
+    @precondition(lambda self: self.flying or self.ready)
     @rule(data=st.data())
     def drop(self, data):
         gone = [d.group_id for d in self._some(data)]
         self.buf.drop(gone)
         self.dropped.update(gone)
 
+    @precondition(lambda self: self.flying or self.ready)
     @rule(data=st.data())
     def train(self, data):
-        n = data.draw(st.integers(0, len(self.ready)))
-        groups = self.buf.take(n)
-        assert [g.group_id for g in groups] == [d.group_id for d in self.ready[:n]]
-        self.buf.mark_trained([g.group_id for g in groups])
-        self.trained.update(g.group_id for g in groups)
-        del self.ready[:n]
+        done = [d.group_id for d in self._some(data)]
+        self.buf.mark_trained(done)
+        self.trained.update(done)
 
     @rule()
     def save(self):
@@ -121,7 +120,7 @@ class Account(RuleBasedStateMachine):
         state, self.trained, self.dropped = self.saved[0], self.saved[1].copy(), set(self.saved[2])
         self.buf = buffer(7)
         self.buf.load_state_dict(state)
-        self.flying, self.ready = {}, []
+        self.flying, self.ready = {}, {}
 
     @invariant()
     def everything_is_accounted_for(self):
@@ -129,6 +128,7 @@ class Account(RuleBasedStateMachine):
         assert counts["issued"] == sum(counts.values()) - counts["issued"]
         assert counts["trained"] == sum(self.trained.values()) and max(self.trained.values(), default=1) == 1
         assert counts["dropped"] == len(self.dropped)
+        assert (counts["in_flight"], counts["ready"]) == (len(self.flying), len(self.ready))
 
     def teardown(self):
         """Run to the end of the epoch in hand: the trained and dropped tasks are exactly the first ones issued."""
@@ -139,21 +139,14 @@ class Account(RuleBasedStateMachine):
             counts = self.buf.counts
             if not (counts["given_back"] or counts["in_flight"] or counts["ready"]):
                 break
-            for d in list(self.flying.values()):
-                self.buf.mark_trained([d.group_id])
-                self.trained.update([d.group_id])
+            for group_id in (*self.flying, *self.ready):
+                self.buf.mark_trained([group_id])
+                self.trained.update([group_id])
             self.flying.clear()
-            while self.ready:
-                self.train_one()
+            self.ready.clear()
         done = set(self.trained) | self.dropped
         assert done == {f"g{i:08d}" for i in range(self.buf.counts["issued"])}
         assert max(self.trained.values()) == 1 and not set(self.trained) & self.dropped
-
-    def train_one(self):
-        (group,) = self.buf.take(1)
-        self.buf.mark_trained([group.group_id])
-        self.trained.update([group.group_id])
-        self.ready.pop(0)
 
 
 TestAccount = Account.TestCase
@@ -180,12 +173,12 @@ class Wrong:
 def test_a_source_by_path(tmp_path, make_group):
     (tmp_path / "mine.py").write_text(SOURCE)
     source = load_source(f"{tmp_path}/mine.py:Source", None)
-    buf = DataBuffer(source)
+    buf = TaskAccount(source)
     draws = buf.get_samples(5)
     assert [d.task.task_id for d in draws] == ["mine/0", "mine/1", "mine/2"] and buf.get_samples(1) == []
     buf.add_samples([make_group(draws[0])])
     assert len(source.seen) == 1
-    other = DataBuffer(load_source(f"{tmp_path}/mine.py:Source", None))
+    other = TaskAccount(load_source(f"{tmp_path}/mine.py:Source", None))
     other.load_state_dict(buf.state_dict())
     assert [d.task for d in other.get_samples(3)] == [d.task for d in draws]
     with pytest.raises(DataError, match="get_samples"):
@@ -203,5 +196,5 @@ def test_a_source_must_give_tasks():
             """Nothing."""
 
     with pytest.raises(DataError, match="gave str"):
-        DataBuffer(Odd()).get_samples(1)
+        TaskAccount(Odd()).get_samples(1)
     assert isinstance(Task("a", 0), Task)

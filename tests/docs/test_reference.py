@@ -15,7 +15,7 @@ import agentrl
 from agentrl.algorithms import load_algorithm
 from agentrl.config import load_eval_config
 from agentrl.config.schema import AlgorithmOptions
-from agentrl.data.account import DataBuffer
+from agentrl.data.account import TaskAccount
 from agentrl.data.run_folder import flatten_summary
 from agentrl.data.store import arrow_schema
 from agentrl.demo import MODEL_DIR
@@ -71,7 +71,7 @@ def test_metrics(groups):
     managed = {f"engine/{name}" for name in re.findall(r"\w+", counters)}
     sources = "".join(inspect.getsource(module) for module in (manager, loop, engine_service))
     managed |= set(re.findall(r'"((?:engine|sync|time)/\w+)"', sources))
-    managed |= {f"data/{name}" for name in DataBuffer(TaskSource("env", None)).counts}
+    managed |= {f"data/{name}" for name in TaskAccount(TaskSource("env", None)).counts}
     episodes = [t for group in groups for t in group.trajectories]
     evaluated = set(flatten_summary("<set>", summarize("<set>", "test", episodes, 1.0).to_dict()))
     documented = first_cells(TRAINING.split("<!-- metrics -->")[1].split("<!-- end of metrics -->")[0])

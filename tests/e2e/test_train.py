@@ -39,7 +39,7 @@ def test_a_run_trains_syncs_evaluates_saves_and_leaves_nothing_behind(start, tmp
     for m in steps:
         assert m["train/logprob_abs_diff_mean"] < 1e-5
         assert m["sync/verified"] > 0 and m["rollout/staleness_max"] == 0
-        assert m["data/trained"] + m["data/in_flight"] == m["data/issued"]
+        assert m["data/trained"] + m["data/ready"] == m["data/issued"]
     store = TrajectoryStore(run / "trajectories")
     for step in (0, 1):
         for trajectory in store.read("train", step=step):

@@ -16,14 +16,14 @@ import pytest
 
 from agentrl.algorithms import TrainBatch
 from agentrl.config import load_config
-from agentrl.data.account import DataBuffer
+from agentrl.data.account import TaskAccount
 from agentrl.data.deaths import FailedTasks
 from agentrl.data.files import atomic_file, atomic_folder
 from agentrl.data.store import TrajectoryStore
 from agentrl.engines.world import World
 from agentrl.evaluation.metrics import summarize
 from agentrl.orchestrator import launch as driver
-from agentrl.orchestrator.handles import Generated
+from agentrl.orchestrator.manager import Generated
 from agentrl.tasks.source import TaskSource
 from agentrl.types import Task, Trajectory
 
@@ -80,7 +80,7 @@ class Rollout:
 
     def __init__(self, run_dir: Path) -> None:
         self.store = TrajectoryStore(run_dir / "trajectories")
-        self.buffer = DataBuffer(TaskSource("search", 100))
+        self.account = TaskAccount(TaskSource("search", 100))
         self.failed = FailedTasks(run_dir / "failed_tasks.json")
         self.evaluated: list[int] = []
 
@@ -93,13 +93,13 @@ class Rollout:
         return {}
 
     async def generate(self, step: int, *, progress: Any) -> Generated:
-        self._drawn = self.buffer.get_samples(BATCH)
+        self._drawn = self.account.get_samples(BATCH)
         self._write("train", step, [d.group_id for d in self._drawn])
         names = ("rollout/reward", "rollout/success", "rollout/turns", "rollout/tokens_per_s")
         return Generated(dict.fromkeys(names, 1.0), [d.group_id for d in self._drawn])
 
     async def mark_trained(self, columns: Any) -> None:
-        self.buffer.mark_trained(d.group_id for d in self._drawn)
+        self.account.mark_trained(d.group_id for d in self._drawn)
 
     async def evaluate(self, step: int, *, progress: Any) -> dict[str, Any]:
         self.evaluated.append(step)
@@ -111,10 +111,10 @@ class Rollout:
             stream.write(json.dumps(groups).encode())
 
     async def state(self) -> dict[str, Any]:
-        return {"buffer": self.buffer.state_dict()}
+        return {"buffer": self.account.state_dict()}
 
     async def load_state(self, state: dict[str, Any]) -> None:
-        self.buffer.load_state_dict(state["buffer"])
+        self.account.load_state_dict(state["buffer"])
 
 
 def _plot(path: Path, *args: Any, **kwargs: Any) -> None:

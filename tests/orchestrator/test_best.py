@@ -17,9 +17,9 @@ from agentrl.data.run_folder import RunDir
 from agentrl.engines.world import World
 from agentrl.errors import CheckpointError, ConfigError, EnvError
 from agentrl.evaluation.metrics import summarize
-from agentrl.orchestrator.handles import Generated
 from agentrl.orchestrator.launch import check_environment
 from agentrl.orchestrator.loop import training_loop
+from agentrl.orchestrator.manager import Generated
 from agentrl.progress import Progress
 from agentrl.types import Task, Trajectory
 from tests.orchestrator import scripted

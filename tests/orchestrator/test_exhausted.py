@@ -12,7 +12,7 @@ from rich.console import Console
 from agentrl.config import load_config
 from agentrl.engines.world import World
 from agentrl.orchestrator import loop
-from agentrl.orchestrator.handles import Generated
+from agentrl.orchestrator.manager import Generated
 from agentrl.progress import Progress
 from tests.orchestrator.scripted import Trainer
 

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from agentrl.config import load_config
-from agentrl.data.account import DataBuffer
+from agentrl.data.account import TaskAccount
 from agentrl.engines.world import World
 from agentrl.errors import AgentRLError, DataError, EngineError, EnvError
 from agentrl.orchestrator import manager as module
 from agentrl.orchestrator.engine_service import EngineService, weight_sync
 from agentrl.orchestrator.manager import RolloutManager
+from agentrl.orchestrator.sink import refuse_if_incomparable
 from agentrl.tasks.source import TaskSource
 from agentrl.types import Group, Segment, StopReason, Task, Trajectory
 from agentrl.weights.transports.disk import Disk
@@ -42,7 +43,7 @@ class Pool:
         self.stopped = True
 
 
-def put_together(manager: RolloutManager, buffer: DataBuffer, runner: Any = None) -> None:
+def put_together(manager: RolloutManager, buffer: TaskAccount, runner: Any = None) -> None:
     manager._put_together(buffer, runner, [])
 
 
@@ -52,7 +53,7 @@ def manager(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> RolloutManager:
     cfg = load_config(["--env", "search", "--rollout-batch-size", "3", "--n-samples-per-prompt", "2"])
     made = RolloutManager(cfg, str(tmp_path), "model", [{}], World())
     made.engines = EngineService(Pool(), weight_sync(cfg, World(), None))
-    put_together(made, DataBuffer(TaskSource("search", 10)))
+    put_together(made, TaskAccount(TaskSource("search", 10)))
     counters = dict.fromkeys(("retries", "continuations", "failures", "prompt_tokens", "cached_tokens"), 0.0)
     made.client = SimpleNamespace(metrics=lambda: counters)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(put=lambda batch: batch))
@@ -60,8 +61,8 @@ def manager(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> RolloutManager:
 
 
 async def mark_trained(manager: RolloutManager) -> None:
-    _, _, batch = manager._last
-    await manager.mark_trained({"advantage": np.zeros(batch.num_tokens, np.float32)})
+    _, collected = manager.sink._in_training
+    await manager.mark_trained({"advantage": np.zeros(collected.batch.num_tokens, np.float32)})
 
 
 async def test_a_task_of_which_nothing_was_trained_is_not_called_trained(manager: RolloutManager) -> None:
@@ -69,11 +70,11 @@ async def test_a_task_of_which_nothing_was_trained_is_not_called_trained(manager
         reasons = [StopReason.DONE, StopReason.ENV_ERROR if group_id.endswith("1") else StopReason.DONE]
         return Group(group_id, task, [episode(group_id, i, task, reason) for i, reason in enumerate(reasons)])
 
-    manager.dispatcher.runner = SimpleNamespace(run_group=run_group)
+    manager.runner = SimpleNamespace(run_group=run_group)
     _, (batch,), *_ = await manager.generate(0)
     assert set(batch.group_ids) == {"g00000000", "g00000002"}
     await mark_trained(manager)
-    counts = manager.buffer.counts
+    counts = manager.account.counts
     assert (counts["issued"], counts["trained"], counts["given_back"], counts["in_flight"]) == (3, 2, 1, 0)
 
 
@@ -88,13 +89,13 @@ async def test_episodes_of_several_agents_count_by_episode_and_group(manager: Ro
                 parts.append(part)
         return Group(group_id, task, parts)
 
-    manager.dispatcher.runner = SimpleNamespace(run_group=run_group)
+    manager.runner = SimpleNamespace(run_group=run_group)
     metrics, (batch,), *_ = await manager.generate(0)
     counted, _ = await manager.peek()
     assert (counted["done"], counted["total"]) == (6, 6)
     assert (batch.num_episodes, batch.num_trajectories) == (6, 12)
     await mark_trained(manager)
-    assert manager.buffer.counts["trained"] == 3 and manager.buffer.counts["in_flight"] == 0
+    assert manager.account.counts["trained"] == 3 and manager.account.counts["in_flight"] == 0
     assert metrics["data/issued"] == 3
 
 
@@ -126,7 +127,7 @@ def playing(*impossible: str, reason: StopReason = StopReason.DONE) -> SimpleNam
 
 
 async def test_a_source_that_ends_is_no_error_and_its_last_tasks_are_trained(manager: RolloutManager) -> None:
-    put_together(manager, DataBuffer(Finite(4)), playing())
+    put_together(manager, TaskAccount(Finite(4)), playing())
     sizes = []
     for step in range(2):
         _, (batch,), *_ = await manager.generate(step)
@@ -134,17 +135,17 @@ async def test_a_source_that_ends_is_no_error_and_its_last_tasks_are_trained(man
         await mark_trained(manager)
     assert sizes == [6, 2]
     assert await manager.generate(2) is None
-    assert manager.buffer.counts["trained"] == 4
+    assert manager.account.counts["trained"] == 4
 
 
 async def test_tasks_that_can_never_be_played_are_dropped_and_the_run_goes_on(manager: RolloutManager) -> None:
-    put_together(manager, DataBuffer(Finite(9)), playing("t/0", "t/1", "t/2", "t/4"))
+    put_together(manager, TaskAccount(Finite(9)), playing("t/0", "t/1", "t/2", "t/4"))
     metrics, (batch,), lost, dropped = await manager.generate(0)  # the whole first batch, and one of the next
     assert lost.startswith("8 of 12 episodes were lost")
     assert set(batch.group_ids) == {"g00000003", "g00000005"}
     assert metrics["rollout/errors"] == 8 and metrics["data/dropped"] == 4
     await mark_trained(manager)
-    state = manager.buffer.state_dict()
+    state = manager.account.state_dict()
     assert (state["issued"], state["trained"], state["dropped"], state["open"]) == (6, 2, 4, [])
     stored = list(manager.store.read("train", step=0))
     assert len(stored) == 12 and {t.task.task_id for t in stored} == {f"t/{i}" for i in range(6)}
@@ -152,25 +153,25 @@ async def test_tasks_that_can_never_be_played_are_dropped_and_the_run_goes_on(ma
 
 async def test_a_single_impossible_task_does_not_stop_a_run_of_one_task_a_rollout(manager: RolloutManager) -> None:
     manager.cfg = manager.cfg.replace(rollout_batch_size=1)
-    put_together(manager, DataBuffer(Finite(3)), playing("t/0"))
+    put_together(manager, TaskAccount(Finite(3)), playing("t/0"))
     _, (batch,), *_ = await manager.generate(0)
     assert set(batch.group_ids) == {"g00000001"}
 
 
 async def test_nothing_but_impossible_tasks_ends_the_run(manager: RolloutManager) -> None:
-    put_together(manager, DataBuffer(Finite(99)), playing("all"))
+    put_together(manager, TaskAccount(Finite(99)), playing("all"))
     with pytest.raises(EnvError, match=r"none of the 9 tasks of 3 rollouts in a row .*18 of 18 .* 9000 tokens"):
         await manager.generate(0)
-    assert manager.buffer.counts["issued"] == 9
-    put_together(manager, DataBuffer(Finite(2)), manager.dispatcher.runner)
+    assert manager.account.counts["issued"] == 9
+    put_together(manager, TaskAccount(Finite(2)), manager.runner)
     assert await manager.generate(0) is None  # none left to try
 
 
 async def test_failures_that_may_pass_still_end_a_run(manager: RolloutManager) -> None:
-    manager.dispatcher.runner = playing(reason=StopReason.ENGINE_ERROR)
+    manager.runner = playing(reason=StopReason.ENGINE_ERROR)
     with pytest.raises(EnvError, match="6 of 6 episodes"):
         await manager.generate(0)
-    assert manager.buffer.counts["dropped"] == 0
+    assert manager.account.counts["dropped"] == 0
 
 
 def failing(*names: str) -> SimpleNamespace:
@@ -193,15 +194,15 @@ def started_again(manager: RolloutManager, state: dict[str, Any]) -> RolloutMana
     """The next start of the run, from the same checkpoint."""
     made = RolloutManager(manager.cfg, str(manager.run_dir), "model", [{}], World())
     made.engines, made.client = manager.engines, manager.client
-    put_together(made, DataBuffer(Finite(60)), manager.dispatcher.runner)
-    made.buffer.source.left = made.buffer.source.left[state["issued"] :]
-    made.buffer.load_state_dict(state)
+    put_together(made, TaskAccount(Finite(60)), manager.runner)
+    made.account.source.left = made.account.source.left[state["issued"] :]
+    made.account.load_state_dict(state)
     return made
 
 
 async def test_tasks_that_fail_for_their_own_sake_are_dropped_at_their_third_death(manager: RolloutManager) -> None:
     """Two of the first three tasks fail: others take their place, and the run goes on."""
-    put_together(manager, DataBuffer(Finite(60)), failing("t/0", "t/1", "t/7"))
+    put_together(manager, TaskAccount(Finite(60)), failing("t/0", "t/1", "t/7"))
     named, trained = [], 0
     for step in range(9):
         metrics, (batch,), lost, dropped = await manager.generate(step)
@@ -212,14 +213,14 @@ async def test_tasks_that_fail_for_their_own_sake_are_dropped_at_their_third_dea
     assert named == [
         f"dropped, since they cannot be played: t/{n}; the last error: no row for t/{n}" for n in (0, 1, 7)
     ]
-    counts = manager.buffer.counts
+    counts = manager.account.counts
     assert (counts["dropped"], counts["given_back"], counts["trained"]) == (3, 0, trained)
-    assert all(manager.dispatcher.runner.played.count(name) == 3 for name in ("t/0", "t/1", "t/7"))
+    assert all(manager.runner.played.count(name) == 3 for name in ("t/0", "t/1", "t/7"))
 
 
 async def test_deaths_over_several_starts_count(manager: RolloutManager) -> None:
-    put_together(manager, DataBuffer(Finite(60)), failing("t/1"))
-    state = manager.buffer.state_dict()
+    put_together(manager, TaskAccount(Finite(60)), failing("t/1"))
+    state = manager.account.state_dict()
     for deaths in (1, 2, 3):
         *_, dropped = await manager.generate(0)
         assert (dropped is not None) == (deaths == 3), deaths
@@ -228,47 +229,47 @@ async def test_deaths_over_several_starts_count(manager: RolloutManager) -> None
 
 async def test_a_run_that_ends_at_tasks_that_fail_goes_on_after_load(manager: RolloutManager) -> None:
     """Nine of them in a row, three rollouts' worth: it looks like a broken environment, once."""
-    put_together(manager, DataBuffer(Finite(60)), failing(*(f"t/{i}" for i in range(9))))
-    state = manager.buffer.state_dict()
+    put_together(manager, TaskAccount(Finite(60)), failing(*(f"t/{i}" for i in range(9))))
+    state = manager.account.state_dict()
     with pytest.raises(EnvError, match="none of the 9 tasks of 3 rollouts in a row could be played: 18 of 18 episodes"):
         await manager.generate(0)
-    assert manager.buffer.counts["dropped"] == 0
+    assert manager.account.counts["dropped"] == 0
     manager = started_again(manager, state)
     for step in range(60):
         result = await manager.generate(step)
         if result is None:
             break
         await mark_trained(manager)
-    counts = manager.buffer.counts
+    counts = manager.account.counts
     assert (counts["dropped"], counts["trained"], counts["in_flight"], counts["given_back"]) == (9, 51, 0, 0)
 
 
 async def test_a_dead_environment_ends_the_run_and_costs_no_task(manager: RolloutManager) -> None:
-    put_together(manager, DataBuffer(Finite(60)), failing())
-    state = manager.buffer.state_dict()
-    manager.dispatcher.runner.broken = True
+    put_together(manager, TaskAccount(Finite(60)), failing())
+    state = manager.account.state_dict()
+    manager.runner.broken = True
     for _ in range(5):  # however often it is started
         with pytest.raises(EnvError, match="18 of 18 episodes failed.*no row for"):
             await manager.generate(0)
         manager = started_again(manager, state)
-    manager.dispatcher.runner.broken = False
+    manager.runner.broken = False
     for step in range(30):
         if await manager.generate(step) is None:
             break
         await mark_trained(manager)
-    assert (manager.buffer.counts["dropped"], manager.buffer.counts["trained"]) == (0, 60)
+    assert (manager.account.counts["dropped"], manager.account.counts["trained"]) == (0, 60)
 
 
 async def test_an_environment_that_dies_in_a_rollout_ends_the_run(manager: RolloutManager) -> None:
     manager.cfg = manager.cfg.replace(rollout_batch_size=8)
-    put_together(manager, DataBuffer(Finite(60)), failing(*(f"t/{i}" for i in range(2, 60))))
+    put_together(manager, TaskAccount(Finite(60)), failing(*(f"t/{i}" for i in range(2, 60))))
     with pytest.raises(EnvError, match="last error: no row for"):
         await manager.generate(0)
-    assert manager.buffer.counts["dropped"] == 0
+    assert manager.account.counts["dropped"] == 0
 
 
 async def test_tasks_that_fail_at_the_end_of_the_data_do_not_keep_the_run(manager: RolloutManager) -> None:
-    put_together(manager, DataBuffer(Finite(5)), failing("t/3", "t/4"))
+    put_together(manager, TaskAccount(Finite(5)), failing("t/3", "t/4"))
     sizes = []
     for step in range(9):
         result = await manager.generate(step)
@@ -276,7 +277,7 @@ async def test_tasks_that_fail_at_the_end_of_the_data_do_not_keep_the_run(manage
             break
         sizes.append(result[1][0].num_episodes)
         await mark_trained(manager)
-    assert sizes == [6] and manager.buffer.counts["dropped"] == 2
+    assert sizes == [6] and manager.account.counts["dropped"] == 2
     assert {t.task.task_id for t in manager.store.read("train", step=1)} == {"t/3", "t/4"}
 
 
@@ -291,7 +292,7 @@ async def test_a_rollout_ends_at_once_when_no_engine_can_be_had(manager: Rollout
             raise
         raise AssertionError
 
-    manager.dispatcher.runner = SimpleNamespace(run_group=run_group)
+    manager.runner = SimpleNamespace(run_group=run_group)
     manager.engines.pool.broken = "no engine runs"
     with pytest.raises(EngineError, match="no engine runs"):
         await asyncio.wait_for(manager.generate(0), 20)
@@ -339,7 +340,7 @@ async def test_episodes_of_a_run_that_is_ended_close_their_environments_before_t
             await asyncio.sleep(0)
             closed.append(manager.engines.pool.stopped)
 
-    manager.dispatcher.runner = SimpleNamespace(run_group=run_group, close=lambda: asyncio.sleep(0))
+    manager.runner = SimpleNamespace(run_group=run_group, close=lambda: asyncio.sleep(0))
     manager.client.close = lambda: asyncio.sleep(0)
     rollout = asyncio.ensure_future(manager.generate(0))
     await asyncio.wait_for(started.wait(), 20)
@@ -367,7 +368,6 @@ def test_a_rollout_that_waited_out_its_time_for_the_engine_says_so(caplog: pytes
     late = [
         Trajectory(f"t{i}", "g", task, [], [], stop_reason=StopReason.ENGINE_TIMEOUT, error="all of it") for i in (0, 1)
     ]
-    manager = SimpleNamespace(cfg=SimpleNamespace(n_samples_per_prompt=2))
-    with pytest.raises(AgentRLError, match=r"0 of 2 failed, 2 ran out of time \(all of it\)"):
-        RolloutManager._refuse_if_incomparable(manager, [Group("g", task, late)], {})
+    with pytest.raises(AgentRLError, match=r"2 episodes a task .* 0 of 2 failed, 2 ran out of time \(all of it\)"):
+        refuse_if_incomparable([Group("g", task, late)], set())
     assert "not trained on: of 2 episodes, 2 ran out of time" in caplog.text

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.algorithms import TrainBatch, load_algorithm
 from agentrl.config.schema import TrainerOptions
-from agentrl.orchestrator.handles import TrainerGroup
+from agentrl.orchestrator.handles import TrainerHandle
 from agentrl.orchestrator.loop import train
 from agentrl.trainer.ranks import TrainActor
 from tests.trainer.conftest import checkpoint  # noqa: F401
@@ -30,7 +30,7 @@ class Rank:
         return SimpleNamespace(remote=call)
 
 
-class InProcess(TrainerGroup):
+class InProcess(TrainerHandle):
     async def fetch(self, batch: list[Any]) -> TrainBatch:
         return batch[0]
 
