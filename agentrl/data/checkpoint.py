@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from agentrl.config.serialize import OWNER, owner_of, read_run_config, run_folder_of
+from agentrl.data import files
 from agentrl.data.files import (
     flush,
     flush_tree,
@@ -45,7 +46,7 @@ from agentrl.data.files import (
     write_json,
     write_text,
 )
-from agentrl.errors import AgentRLError, CheckpointError, ConfigError, StorageError
+from agentrl.errors import AgentRLError, CheckpointError, ConfigError, DataError, StorageError
 
 log = logging.getLogger(__name__)
 
@@ -361,11 +362,12 @@ class CheckpointStore:
         building = self.root / f"{_name(step)}.tmp"
         if not building.is_dir():
             raise CheckpointError(f"{building} is not there; call begin({step}) and fill it before commit")
-        files = {}
-        for file in sorted(p for p in building.rglob("*") if p.is_file()):
-            files[str(file.relative_to(building))] = {"size": file.stat().st_size, "sha256": _sha256(file)}
+        listed = {
+            str(file.relative_to(building)): {"size": file.stat().st_size, "sha256": _sha256(file)}
+            for file in sorted(p for p in building.rglob("*") if p.is_file())
+        }
         flush_tree(building)
-        write_json(building / MANIFEST, {"format": FORMAT, "step": step, "files": files})
+        write_json(building / MANIFEST, {"format": FORMAT, "step": step, "files": listed})
         made = self._put_in_place(step)
         self._prune(step)
         return made
@@ -390,10 +392,7 @@ class CheckpointStore:
         best = self.best_so_far()
         outdated = [s for s in older if s < newest and (best is None or s != best.step)]
         for step in abandoned + outdated[: -(self.keep_last - 1) or None]:
-            self._remove(step)
-
-    def _remove(self, step: int) -> None:
-        shutil.rmtree(self._set_aside(step))
+            shutil.rmtree(self._set_aside(step))
 
     def _set_aside(self, step: int) -> Path:
         # Renamed first, so that an interrupted removal cannot look like a checkpoint.
@@ -456,13 +455,9 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def read_json(path: Path) -> Any:
-    """Contents of a JSON file.
-
-    Raises:
-        CheckpointError: it is missing or not JSON.
-    """
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint. Raises CheckpointError: it is missing, or holds no object."""
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, RecursionError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); use another checkpoint") from error
+        return files.read_json(path)
+    except DataError as error:
+        raise CheckpointError(f"{error}; use another checkpoint") from error

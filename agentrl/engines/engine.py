@@ -157,15 +157,7 @@ class EngineProcess(ServerProcess):
         port: int = 0,
         api_key: str | None = None,
     ) -> None:
-        super().__init__(
-            name,
-            "agentrl.engines.server",
-            log_dir=log_dir,
-            host=host,
-            port=port,
-            api_key=api_key,
-            health_path="/health",
-        )
+        super().__init__(name, "agentrl.engines.server", log_dir=log_dir, host=host, port=port, api_key=api_key)
         self.spec = spec
 
     def start(self, timeout: float = 300.0) -> None:
@@ -231,8 +223,6 @@ class EngineProcess(ServerProcess):
 
     def explain(self, log_tail: str) -> str | None:
         text = log_tail.lower()
-        if "address already in use" in text:
-            return f"port {self.port} on {self.host} is in use; give another port, or 0 for a free one"
         if "out of memory" in text or "cannot allocate memory" in text or "not enough memory" in text:
             return (
                 "too little memory; give a smaller max_total_tokens "
@@ -240,7 +230,7 @@ class EngineProcess(ServerProcess):
             )
         if self._process is not None and self._process.returncode == -9:
             return "it was killed (by the kernel for lack of memory, if nobody else did it)"
-        return None
+        return super().explain(log_tail)
 
 
 def engines_ahead(spec: EngineSpec, number: int, *, log_dir: Path) -> contextlib.AbstractContextManager[None]:

@@ -58,9 +58,7 @@ class RouterProcess(ServerProcess):
         self,
         *,
         policy: str = "consistent_hashing",
-        name: str = "router",
         log_dir: str | os.PathLike[str] | None = None,
-        host: str = "127.0.0.1",
         port: int = 0,
         api_key: str | None = None,
         options: dict[str, Any] | None = None,
@@ -68,13 +66,7 @@ class RouterProcess(ServerProcess):
         if policy not in POLICIES:
             raise EngineError(f"router policy {policy!r} is not known; expected one of {', '.join(POLICIES)}")
         super().__init__(
-            name,
-            "agentrl.engines.router",
-            log_dir=log_dir,
-            host=host,
-            port=port,
-            api_key=api_key,
-            health_path="/liveness",
+            "router", "agentrl.engines.router", log_dir=log_dir, port=port, api_key=api_key, health_path="/liveness"
         )
         self.policy = policy
         self.options = {**DEFAULTS, **(options or {})}
@@ -82,11 +74,6 @@ class RouterProcess(ServerProcess):
     def arguments(self) -> list[str]:
         fields = {**self.options, "policy": self.policy, "host": self.host, "port": self.port}
         return [json.dumps(fields)]
-
-    def explain(self, log_tail: str) -> str | None:
-        if "address already in use" in log_tail.lower():
-            return f"port {self.port} on {self.host} is in use; give another port, or 0 for a free one"
-        return None
 
     def workers(self) -> list[dict[str, Any]]:
         """What the router knows of each engine: ``url``, ``is_healthy``, ``load``, ``id``, ..."""

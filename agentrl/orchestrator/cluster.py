@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 180.0
+OBJECT_STORE_BYTES = 512 << 20
+"""Shared memory in which batches travel."""
 
 # Ray picks the interface it binds from the address of the node. On Linux it resolves "127.0.0.1" to an
 # outward address unless clusters are off, and then even its token-protected ports face the network.
@@ -125,7 +127,6 @@ class Cluster:
         namespace: Ray's namespace of the run.
         temp_dir: folder for Ray's session. Its path must be short: Unix sockets live below it, and their
             paths have at most 107 characters.
-        object_store_bytes: size of the shared memory in which batches travel.
     """
 
     def __init__(
@@ -134,14 +135,12 @@ class Cluster:
         *,
         namespace: str,
         temp_dir: str,
-        object_store_bytes: int = 512 << 20,
     ):
         self.world = World.here()
         self.bundles: list[Bundle] = []
         self._plan = plan
         self.namespace = namespace
         self.temp_dir = temp_dir
-        self.object_store_bytes = object_store_bytes
         self._ray: Any = None
         self._groups: list[Any] = []
         self._places: list[tuple[int, int]] = []
@@ -184,7 +183,7 @@ class Cluster:
                 num_cpus=max(int(sum(b.num_cpus for b in self.bundles)) + 1, 2),
                 include_dashboard=False,
                 namespace=self.namespace,
-                object_store_memory=self.object_store_bytes,
+                object_store_memory=OBJECT_STORE_BYTES,
                 log_to_driver=False,
                 configure_logging=False,
                 _node_ip_address="127.0.0.1",

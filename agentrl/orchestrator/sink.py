@@ -66,7 +66,7 @@ class Sink:
         self._try_again()
 
     def _try_again(self) -> None:
-        self._order: dict[str, int] = {}
+        self._order: list[str] = []
         self._round: list[Group] = []
         self._living: list[Group] = []
         self._dead: list[Group] = []
@@ -74,7 +74,7 @@ class Sink:
 
     def expect(self, groups: Iterable[PendingGroup]) -> None:
         """These are handed out, in this order, which is theirs in the batch."""
-        self._order |= {each.group_id: n for n, each in enumerate(groups, start=len(self._order))}
+        self._order = [each.group_id for each in groups]
 
     def add(self, group: Group) -> None:
         """One of them has finished."""
@@ -86,7 +86,7 @@ class Sink:
         Raises:
             EnvError: none of so many rollouts' tasks in a row lived. No death is counted then.
         """
-        finished, self._round = sorted(self._round, key=self._place), []
+        finished, self._round = sorted(self._round, key=lambda group: self._order.index(group.group_id)), []
         alive = [group for group in finished if lived(group)]
         self.account.add_samples(alive)
         self._living += alive
@@ -139,7 +139,7 @@ class Sink:
         Raises:
             AgentRLError: no episode of the batch can be trained on; the text carries the last error.
         """
-        groups = sorted(self._living, key=self._place)
+        groups = self._living
         if groups or self._lost:
             await self._store(self.step, [*self._lost, *groups])
         if not groups:
@@ -163,9 +163,6 @@ class Sink:
         for group in done.groups:
             is_trained = any(t.trajectory_id in trained for t in group.trajectories)
             (self.account.mark_trained if is_trained else self.account.drop)([group.group_id])
-
-    def _place(self, group: Group) -> int:
-        return self._order[group.group_id]
 
     async def _store(self, step: int, groups: list[Group]) -> None:
         await asyncio.to_thread(self.store.write, step, [t for group in groups for t in group.trajectories])

@@ -135,6 +135,8 @@ class ServerProcess:
 
     def explain(self, log_tail: str) -> str | None:
         """What went wrong, in a sentence, where the log shows a known cause."""
+        if "address already in use" in log_tail.lower():
+            return f"port {self.port} on {self.host} is in use; give another port, or 0 for a free one"
         return None
 
     def needs(self, child: Process) -> bool:
