@@ -124,7 +124,7 @@ class RolloutManager:
             raise
         await starting
         self.client = EngineClient(pool.router_url, pool.router_key)
-        runner = self._runner(*cfg.env_spec(), rollout_params(cfg), episode_limits(cfg))
+        runner = self._open_runner(*cfg.env_spec(), rollout_params(cfg), episode_limits(cfg))
         self._put_together(account, runner, held_out)
         return notes
 
@@ -136,7 +136,7 @@ class RolloutManager:
         self.evaluator = Evaluator(
             cfg,
             held_out,
-            open_runner=lambda s: self._runner(s.spec, s.kwargs, eval_params(cfg), episode_limits(cfg.held_out)),
+            open_runner=lambda s: self._open_runner(s.spec, s.kwargs, eval_params(cfg), episode_limits(cfg.held_out)),
             store=self.store,
             tally=self.tally,
             unless_broken=self.engines.unless_broken,
@@ -168,7 +168,7 @@ class RolloutManager:
             env.close()
         return TaskAccount(source), held_out_sets(cfg) if cfg.eval_interval else []
 
-    def _runner(self, spec: str, kwargs: dict[str, Any], params: Any, limits: EpisodeLimits) -> EpisodeRunner:
+    def _open_runner(self, spec: str, kwargs: dict[str, Any], params: Any, limits: EpisodeLimits) -> EpisodeRunner:
         return EpisodeRunner(
             lambda: make_env(spec, kwargs, tool_timeout=self.cfg.tool_timeout, sandbox=self.cfg.sandbox),
             self.client,
