@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -106,3 +107,48 @@ def test_the_reference_of_a_mixture_is_the_checkpoint_it_started_from(make_train
     train(trainer, batch)
     assert np.array_equal(log_probs(trainer, batch, "ref"), before)
     assert np.abs(log_probs(trainer, batch) - before).max() > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["glm4", "qwen2_moe"])
+def test_the_parts_of_tensor_parallel_ranks_make_the_whole(make_trainer, tmp_path, kind):
+    core = make_trainer(tiny_checkpoint(tmp_path / "model", kind, num_hidden_layers=1)).policy.core
+    from agentrl.trainer.megatron.conversion import is_split
+
+    ranks = [replace(core.conversion, layout=replace(core.layout, tp=2, tp_rank=rank)) for rank in range(2)]
+    split = 0
+    for name, whole in core.conversion.tensors(core.model).items():
+        parts = [conversion.split(name, whole, like=whole) for conversion in ranks]
+        if is_split(whole):
+            assert all(part.numel() * 2 == whole.numel() for part in parts), name
+            assert torch.equal(ranks[0].merge(name, parts, vars(whole)["partition_dim"]), whole)
+            split += 1
+        else:
+            assert all(part is whole for part in parts), name
+    assert split >= 5
+
+
+def test_experts_that_are_spread_over_ranks_have_their_numbers_in_the_whole_model(make_trainer, tmp_path):
+    core = make_trainer(tiny_checkpoint(tmp_path / "model", "mixtral", num_hidden_layers=1)).policy.core
+    second = replace(core.conversion, layout=replace(core.layout, ep=2, ep_rank=1))
+    experts = "decoder.layers.0.mlp.experts."
+    assert second.name(core.model, experts + "local_experts.1.linear_fc1.weight") == experts + "3.linear_fc1.weight"
+    assert second.name(core.model, experts + "linear_fc2.weight0") == experts + "2.linear_fc2.weight"
+    assert second.spread(experts + "2.linear_fc2.weight") and not second.spread("decoder.layers.0.mlp.router.weight")
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe", "deepseek_v3"])
+def test_a_mixture_resumes_bit_exactly_and_may_recompute_its_activations(make_trainer, tmp_path, kind):
+    path, batches = (
+        tiny_checkpoint(tmp_path / "model", kind, num_hidden_layers=2),
+        [random_batch(4, seed=n) for n in (1, 2)],
+    )
+    trainer = make_trainer(path, dtype="bf16", use_distributed_optimizer=True)
+    train(trainer, batches[0])
+    trainer.save(tmp_path / "state")
+    expected, weights = train(trainer, batches[1]), {n: t.clone() for n, t in trainer.export()}
+    assert expected["train/grad_norm"] > 0
+    for options in ({}, {"recompute_activations": True}):
+        trainer = make_trainer(path, dtype="bf16", use_distributed_optimizer=True, **options)
+        trainer.load(tmp_path / "state")
+        assert train(trainer, batches[1])["train/grad_norm"] == expected["train/grad_norm"]
+        assert all(torch.equal(weights[n], t) for n, t in trainer.export())

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.trainer.ranks import LAYOUTS, OPTIONS, RELOADS, SPLIT, measure, run, run_families
 from tests.trainer.samples import join, listen, random_batch, tiny_checkpoint, train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 
 @pytest.fixture(scope="module")
