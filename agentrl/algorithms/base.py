@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from agentrl.algorithms import importance, overlong
 from agentrl.algorithms.aggregation import aggregate
 from agentrl.algorithms.batch import TrainBatch
+from agentrl.algorithms.kl import IN_REWARD, kl_estimate
 from agentrl.errors import ConfigError, DataError
 from agentrl.types import Group, Outcome, StopReason, Trajectory
 
@@ -66,8 +68,9 @@ class Algorithm:
 
     def correction(self, batch: TrainBatch) -> np.ndarray | None:
         """Factor of each token's policy term, float[T], from log-probabilities before the step (``batch["rollout"]``,
-        ``batch["old"]``): importance weights, or a mask. None: 1."""
-        return None
+        ``batch["old"]``): importance weights, or a mask. None: 1. By default what ``--use-tis`` and ``--use-rs`` say,
+        see :mod:`agentrl.algorithms.importance`."""
+        return importance.correction(batch, self.options)
 
     def log_ratio(self, batch: TrainBatch) -> np.ndarray:
         """With ``sequence_ratio``: log of the trajectory's ratio on each of its tokens, float[T]. By default the mean
@@ -81,12 +84,41 @@ class Algorithm:
     # -- what follows from it ---------------------------------------------------------------------
 
     def check(self, n_samples_per_prompt: int) -> None:
-        """Raise ConfigError where so many episodes a task teach nothing."""
+        """Raise ConfigError where so many episodes a task teach nothing, or options do not go together."""
+        options = self.options
+        kind = options.kl_loss_type
         if self.compares and n_samples_per_prompt < 2:
             raise ConfigError(
                 f"--n-samples-per-prompt {n_samples_per_prompt} teaches nothing: {self.name} compares the episodes of "
                 "one task, and one alone has advantage 0. Give at least 2."
             )
+        if (options.use_tis or options.use_rs) and options.use_rollout_logprobs:
+            raise ConfigError(
+                f"{'--use-tis' if options.use_tis else '--use-rs'} compares the trainer's old log-probabilities with "
+                "the engine's: give --no-use-rollout-logprobs, so that the trainer computes them."
+            )
+        if options.use_tis and options.tis_level == "token" and self.sequence_ratio:
+            raise ConfigError(
+                f"--tis-level token does not go with {self.name}, whose ratio is of a trajectory: give --tis-level "
+                "sequence or geometric."
+            )
+        for flag, low, high in (
+            ("--tis-clip", options.tis_clip_low, options.tis_clip),
+            ("--rs-upper-bound", options.rs_lower_bound, options.rs_upper_bound),
+        ):
+            if low > high:
+                raise ConfigError(f"{flag} {high:g} is less than the lower bound {low:g}.")
+        if options.use_kl_loss and kind == "k1" and not options.use_unbiased_kl:
+            raise ConfigError(
+                "--kl-loss-type k1 in the loss pulls nowhere: its expected gradient is 0. Add --use-unbiased-kl, or "
+                "take k2, k3 or low_var_kl."
+            )
+        if options.use_unbiased_kl and kind == "k2":
+            raise ConfigError(
+                "--use-unbiased-kl weighs an estimate whose mean is the divergence: k1, k3 or low_var_kl, not k2."
+            )
+        if options.eps_clip_c is not None and "clipped_surrogate" not in self.terms:
+            raise ConfigError(f"--eps-clip-c has no effect: the loss of {self.name} has no clipped surrogate.")
 
     def select(self, groups: Iterable[Group]) -> set[str]:
         """Ids of the trajectories to train on: the trainable ones; where they are compared, those with another of
@@ -116,6 +148,8 @@ class Algorithm:
             wanted.add("ref")
         if options.kl_coef:
             wanted |= {"old", "ref"}
+        if options.use_tis or options.use_rs:
+            wanted.add("old")
         # With one step the model's own log-probabilities are the old ones, and are there anyway.
         if steps > 1 or self.sequence_ratio:
             wanted.add("old")
@@ -141,7 +175,16 @@ class Algorithm:
                     f"a token, ({batch.num_tokens},); batch.spread(values) makes it of a number a trajectory"
                 )
             columns[name] = np.where(batch.loss_mask == 1, values, 0).astype(np.float32)
+        if (in_loss := overlong.in_loss(batch, self.options)) is not None:
+            columns["in_loss"] = in_loss
         return columns
+
+    def metrics(self, batch: TrainBatch) -> dict[str, float]:
+        """Of a batch with what :meth:`prepare` gave: what the correction did, and the share left out as truncated."""
+        metrics = importance.correction_metrics(batch, self.options)
+        if "in_loss" in batch.columns:
+            metrics["train/overlong_masked"] = float(batch.truncated.mean())
+        return metrics
 
     def aggregate(self, batch: TrainBatch, samples: Sequence[int]) -> np.ndarray:
         """float64[T]: the weight of each token in an optimizer step of these sequences."""
@@ -149,15 +192,18 @@ class Algorithm:
         return aggregate(batch, samples, how, self.options.loss_scale_factor)
 
     def kl_to_reference(self, batch: TrainBatch) -> np.ndarray:
-        """float[T]: log(old / ref) of each token, whose sum over a trajectory estimates its KL to the reference."""
-        return batch["old"] - batch["ref"]
+        """float[T]: the estimate of ``--kl-loss-type`` on each token, by default log(old / ref), whose sum over a
+        trajectory has the KL to the reference for its mean."""
+        kind = self.options.kl_loss_type or IN_REWARD
+        return kl_estimate(batch["old"] - batch["ref"], kind, np.expm1)
 
     def rewards(self, batch: TrainBatch, *, kl: bool = True) -> np.ndarray:
         """float64[R]: rewards less ``--kl-coef`` times the trajectory's KL to the reference (RLOO, arXiv:2402.14740,
-        equation 1)."""
+        equation 1), and less the penalty of ``--overlong-handling``."""
+        rewards = batch.rewards - overlong.penalty(batch, self.options)
         if not (self.options.kl_coef and kl):
-            return batch.rewards
-        return batch.rewards - self.options.kl_coef * batch.sums(self.kl_to_reference(batch))
+            return rewards
+        return rewards - self.options.kl_coef * batch.sums(self.kl_to_reference(batch))
 
     def rewards_to_go(self, batch: TrainBatch, *, kl: bool = True) -> np.ndarray:
         """float64[R, 1]: :meth:`rewards`. With ``--credit-level turn`` float64[R, K]: what each trajectory earned from
@@ -173,6 +219,7 @@ class Algorithm:
         if self.options.kl_coef and kl:
             returns -= self.options.kl_coef * batch.sums_of_turns(self.kl_to_reference(batch))
         last = batch.turns_of - 1
+        returns[np.arange(len(last)), last] -= overlong.penalty(batch, self.options)
         for turn in range(returns.shape[1] - 2, -1, -1):
             returns[:, turn] += np.where(turn < last, self.options.gamma * returns[:, turn + 1], 0)
         return np.take_along_axis(returns, np.minimum(np.arange(returns.shape[1]), last[:, None]), axis=1)

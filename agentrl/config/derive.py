@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from agentrl.config.presets import DEMO, model_folder
 from agentrl.config.schema import Config, EngineOptions, EvalConfig
 from agentrl.errors import ConfigError
+from agentrl.loading import is_spec
 
 DERIVED = {
     "global_batch_size": ("rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout"),
@@ -20,6 +21,8 @@ DERIVED = {
     ),
     "eps_clip_high": ("eps_clip",),
     "loss_scale_factor": ("rollout_max_context_len", "rollout_max_response_len", "max_turns"),
+    "overlong_max_len": ("rollout_max_context_len", "rollout_max_response_len", "max_turns"),
+    "overlong_buffer_len": ("overlong_max_len", "rollout_max_context_len", "rollout_max_response_len", "max_turns"),
     "ref_load": ("hf_checkpoint",),
     "store_train_tokens": ("rollout_batch_size", "n_samples_per_prompt", "rollout_max_context_len"),
 }
@@ -58,9 +61,12 @@ def derive(config: AnyConfig) -> AnyConfig:
     changes |= _batch(config)
     changes["chat_template_date"] = config.chat_template_date or datetime.date.today().isoformat()
     changes["eps_clip_high"] = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
-    if config.loss_scale_factor is None:
-        answers = config.max_turns * config.rollout_max_response_len
-        changes["loss_scale_factor"] = min(config.rollout_max_context_len, answers)
+    longest = min(config.rollout_max_context_len, config.max_turns * config.rollout_max_response_len)
+    if constant_length(config):
+        changes["loss_scale_factor"] = config.loss_scale_factor or longest
+    if config.overlong_handling == "penalty":
+        limit = changes["overlong_max_len"] = config.overlong_max_len or longest
+        changes["overlong_buffer_len"] = config.overlong_buffer_len or max(1, limit // 5)
     if config.store_train_tokens is None:
         episodes = config.rollout_batch_size * config.n_samples_per_prompt
         changes["store_train_tokens"] = episodes * config.rollout_max_context_len <= STORED_TOKENS
@@ -69,6 +75,12 @@ def derive(config: AnyConfig) -> AnyConfig:
     if config.use_kl_loss or config.kl_coef:
         changes["ref_load"] = model_folder(config.ref_load or changes["hf_checkpoint"])
     return config.replace(**changes)
+
+
+def constant_length(config: Config) -> bool:
+    """Whether the loss of a trajectory is, or may be, divided by ``--loss-scale-factor``."""
+    divided = config.advantage_estimator == "dr_grpo" or is_spec(config.advantage_estimator)
+    return config.loss_agg_mode == "seq-mean-token-sum-norm" or (config.loss_agg_mode is None and divided)
 
 
 def split_names(names: Sequence[str]) -> tuple[str, ...]:

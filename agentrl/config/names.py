@@ -10,7 +10,6 @@ from collections.abc import Iterable
 
 _ONE_SET_OF_DEVICES = "trainer and engines on the same devices"
 _REPLAY = "training on a stored rollout"
-_TIS = "importance-sampling correction"
 
 NOT_AVAILABLE = {
     "colocate": _ONE_SET_OF_DEVICES,
@@ -24,10 +23,6 @@ NOT_AVAILABLE = {
     "async-buffer-size": "asynchronous training",
     "update-weights-interval": "asynchronous training",
     "max-staleness": "asynchronous training",
-    "use-tis": _TIS,
-    "tis-clip": _TIS,
-    "tis-clip-low": _TIS,
-    "tis-level": _TIS,
     "auto-resume": "restarting by itself (--load RUN continues a run)",
     "lambd": "PPO",
     "num-critic-only-steps": "PPO",
@@ -40,7 +35,6 @@ NOT_AVAILABLE = {
     "no-save-optim": "a checkpoint without the optimizer's state",
     "multimodal-keys": "images in prompts",
     "loss-type": "another loss than that of the policy, such as supervised training",
-    "eps-clip-c": "a second clip of the ratio, for negative advantages",
 }
 """Flags (without dashes) that users of slime know and that later versions will take, with what they are for."""
 

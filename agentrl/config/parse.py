@@ -32,10 +32,6 @@ ALIASES = {
 }
 """Second names of flags, per configuration class."""
 
-_WHY_NOT = {
-    ("kl_loss_type", "k1"): " (as a loss, k1 has an expected gradient of 0: it adds noise and holds nothing back)",
-}
-
 
 @dataclass
 class Given:
@@ -70,8 +66,7 @@ def _read(option: Option, source: str, value: Any, *, text: bool = False) -> Any
         return option.read(value, text=text)
     except (ValueError, TypeError):
         got = "nothing" if value is None else repr(value)
-        why = _WHY_NOT.get((option.name, value), "") if isinstance(value, str) else ""
-        raise ConfigError(f"{source}: expected {option.expected}, got {got}{why}") from None
+        raise ConfigError(f"{source}: expected {option.expected}, got {got}") from None
 
 
 # -- flags ---------------------------------------------------------------------------------------------------

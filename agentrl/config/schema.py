@@ -421,17 +421,58 @@ class AlgorithmOptions:
     """Lower clip range of the probability ratio."""
     eps_clip_high: Annotated[float, Range(low=0.0, low_open=True)] | None = None
     """Upper clip range of the probability ratio; unset: the same as --eps-clip."""
+    eps_clip_c: Annotated[float, Range(low=1.0, low_open=True)] | None = None
+    """Dual clip: where the advantage is negative, a token's loss is at most so many times its size. Unset: no limit."""
+    custom_loss_function_path: str | None = None
+    """Policy term of your own, `module:function` or `file.py:function`, in place of the algorithm's; the KL loss and
+    the entropy bonus stay (docs/algorithms.md)."""
+    overlong_handling: Literal["keep", "mask", "penalty"] = "keep"
+    """What is done with episodes that grow long: nothing; those that a budget ended are compared but are in no loss;
+    or a penalty is taken from the reward of an episode that comes near --overlong-max-len."""
+    overlong_max_len: Positive | None = None
+    """Sampled tokens of an episode from which on the whole penalty is taken. Unset: the most that can be, the smaller
+    of --rollout-max-context-len and --max-turns × --rollout-max-response-len."""
+    overlong_buffer_len: Positive | None = None
+    """Tokens before that over which the penalty grows from 0. Unset: a fifth of --overlong-max-len."""
+    overlong_penalty_factor: Annotated[float, Range(low=0.0, low_open=True)] = 1.0
+    """The whole penalty."""
     use_rollout_logprobs: bool = True
     """Take the old log-probabilities of the probability ratio from the engine that sampled; otherwise the trainer
     computes them anew before a rollout's first optimizer step, at the cost of a forward pass if there are several."""
+    use_tis: bool = False
+    """Weigh each token's policy term by trainer ÷ engine, of probabilities before the step; needs
+    --no-use-rollout-logprobs."""
+    tis_mode: Literal["truncate", "mask"] = "truncate"
+    """What is done with a weight outside --tis-clip-low and --tis-clip: it is set to the bound, or to 0."""
+    tis_level: Literal["token", "sequence", "geometric"] = "token"
+    """What the weight is of: a token; its trajectory, the product over its tokens; or their geometric mean."""
+    tis_clip: Annotated[float, Range(low=0.0, low_open=True)] = 2.0
+    """Upper bound of the weight."""
+    tis_clip_low: NonNegative = 0.0
+    """Lower bound of the weight."""
+    use_rs: bool = False
+    """Leave out of the policy term the trajectories on which trainer and engine differ too much; needs
+    --no-use-rollout-logprobs."""
+    rs_level: Literal["token", "sequence", "geometric"] = "geometric"
+    """What must be within the bounds: the ratio of every token; the product over the tokens; or their geometric
+    mean."""
+    rs_lower_bound: NonNegative = 0.5
+    """Lower bound of trainer ÷ engine in an accepted trajectory."""
+    rs_upper_bound: Annotated[float, Range(low=0.0, low_open=True)] = 2.0
+    """Upper bound of trainer ÷ engine in an accepted trajectory."""
     kl_coef: NonNegative = 0.0
     """Weight of the KL divergence to the reference model in the reward: so much of it is taken from each reward."""
     use_kl_loss: bool = False
     """Add the KL divergence to the reference model to the loss."""
     kl_loss_coef: NonNegative = 0.001
     """Weight of the KL loss."""
-    kl_loss_type: Literal["k2", "k3", "low_var_kl"] = "low_var_kl"
-    """Estimator of the KL loss; `low_var_kl` is k3, clamped. There is no k1: as a loss its expected gradient is 0."""
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] | None = None
+    """Estimator of the KL divergence, in the reward and in the loss; `low_var_kl` is k3, clamped. Unset: k1 in the
+    reward, low_var_kl in the loss. In the loss k1 needs --use-unbiased-kl: alone its expected gradient is 0."""
+    use_unbiased_kl: bool = False
+    """Multiply the KL loss of a token by its probability ratio, so that its expected gradient is the divergence's."""
+    ref_update_interval: Positive | None = None
+    """Rollouts after which the policy of then becomes the reference, again and again. Unset: the reference stays."""
     ref_load: PathText | None = None
     """Folder of the reference model in Hugging Face form; unset: --hf-checkpoint."""
     entropy_coef: NonNegative = 0.0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.derive import batch_rule
+from agentrl.config.derive import batch_rule, constant_length
 from agentrl.config.foreign import remote_code
 from agentrl.config.megatron_options import problems as megatron_problems
 from agentrl.config.options import options
@@ -112,7 +113,7 @@ def _tasks(config: Config | EvalConfig, given: Explicit) -> Iterator[str]:
         yield "--rm-type remote_rm and --rm-url ADDRESS belong together: one of them is missing."
     elif config.rm_url is not None and not config.rm_url.startswith(("http://", "https://")):
         yield f"--rm-url: expected http://HOST:PORT/PATH, got {config.rm_url!r}"
-    for name in ("custom_rm_path", "custom_generate_function_path", "data_source_path"):
+    for name in ("custom_rm_path", "custom_generate_function_path", "data_source_path", "custom_loss_function_path"):
         yield from import_problems("--" + name.replace("_", "-"), getattr(config, name, None))
 
 
@@ -264,6 +265,9 @@ def _numbers(config: Config) -> Iterator[str]:
     warn, stop = config.logprob_abs_diff_warn, config.logprob_abs_diff_stop
     if warn and stop and warn > stop:
         yield f"--logprob-abs-diff-warn {warn:g} is more than --logprob-abs-diff-stop {stop:g}: the run stops first."
+    if (config.overlong_buffer_len or 0) > (config.overlong_max_len or math.inf):
+        buffer, longest = config.overlong_buffer_len, config.overlong_max_len
+        yield f"--overlong-buffer-len {buffer} is more than --overlong-max-len {longest}."
     if config.eps_clip_high is not None and config.eps_clip_high < config.eps_clip:
         yield (
             f"--eps-clip-high {config.eps_clip_high:g} is less than --eps-clip {config.eps_clip:g}: the upper "
@@ -278,8 +282,17 @@ def _has_reference(config: Config) -> bool:
 _NEEDS: dict[str, tuple[Callable[[Config], bool], tuple[str, ...]]] = {
     "--no-use-dynamic-batch-size": (lambda c: not c.use_dynamic_batch_size, ("micro_batch_size",)),
     "--use-dynamic-batch-size": (lambda c: c.use_dynamic_batch_size, ("max_tokens_per_gpu",)),
-    "--use-kl-loss": (lambda c: c.use_kl_loss, ("kl_loss_coef", "kl_loss_type")),
-    "--use-kl-loss or --kl-coef": (lambda c: _has_reference(c), ("ref_load",)),
+    "--use-kl-loss": (lambda c: c.use_kl_loss, ("kl_loss_coef", "use_unbiased_kl")),
+    "--use-kl-loss or --kl-coef": (
+        lambda c: _has_reference(c), ("ref_load", "kl_loss_type", "ref_update_interval")
+    ),
+    "--use-tis": (lambda c: c.use_tis, ("tis_mode", "tis_level", "tis_clip", "tis_clip_low")),
+    "--use-rs": (lambda c: c.use_rs, ("rs_level", "rs_lower_bound", "rs_upper_bound")),
+    "--overlong-handling penalty": (
+        lambda c: c.overlong_handling == "penalty",
+        ("overlong_max_len", "overlong_buffer_len", "overlong_penalty_factor"),
+    ),
+    "--loss-agg-mode seq-mean-token-sum-norm": (lambda c: constant_length(c), ("loss_scale_factor",)),
     "--advantage-estimator grpo, gspo or cispo": (
         lambda c: is_spec(c.advantage_estimator) or c.advantage_estimator in ("grpo", "gspo", "cispo"),
         ("grpo_std_normalization",),

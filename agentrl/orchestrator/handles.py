@@ -144,6 +144,10 @@ class TrainerHandle:
         )
         return (await call)[0]
 
+    async def refresh_reference(self) -> None:
+        """The policy of now becomes the reference."""
+        await self._all("the reference", "refresh_reference")
+
     async def publish(self, version: int) -> Snapshot:
         """Have the weights of now written out as ``version``, for engines to load."""
         return (await self._all("publishing the weights", "publish", version))[0]

@@ -58,7 +58,10 @@ KILLED = (
 ADOPTIONS = 3
 """How often a fork tries to get hold of the newest checkpoint of a run that goes on."""
 PATHS = ("weight_snapshot_dir", "save", "save_hf", "hf_checkpoint", "ref_load", "chat_template")
-HOOKS = ("env", "custom_rm_path", "custom_generate_function_path", "data_source_path", "advantage_estimator")
+HOOKS = (
+    *("env", "custom_rm_path", "custom_generate_function_path", "data_source_path"),
+    *("advantage_estimator", "custom_loss_function_path"),
+)
 
 
 def train(cfg: Config) -> int:

@@ -66,10 +66,13 @@ async def training_loop(
             return
 
         progress.stage("training")
-        trained, columns = await train(generated.batch, algorithm, trainer, keep=bool(cfg.store_train_tokens))
+        keep = bool(cfg.store_train_tokens)
+        trained, columns = await train(generated.batch, algorithm, trainer, version=step, keep=keep)
         await rollout.mark_trained(columns)
 
         version = step + 1
+        if cfg.ref_update_interval and version % cfg.ref_update_interval == 0:
+            await trainer.refresh_reference()
         # Before the checkpoint: what a checkpoint holds must be in the metrics, should the run die in between.
         report(version, generated.metrics | trained | synced, began, run=run, progress=progress)
         progress.warn(lasting.say("lost", generated.lost))
@@ -91,15 +94,18 @@ async def training_loop(
 
 
 async def train(
-    reference: list[Any], algorithm: Algorithm, trainer: TrainerHandle, *, keep: bool
+    reference: list[Any], algorithm: Algorithm, trainer: TrainerHandle, *, version: int, keep: bool
 ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """Train on a batch; metrics, and the columns it was trained with: all with ``keep``, else ``advantage``."""
+    """Train weights of this ``version`` on a batch; metrics, and the columns it was trained with: all with ``keep``,
+    else ``advantage``."""
     began, batch = time.monotonic(), await trainer.fetch(reference)
     inferred = await trainer.infer(reference, algorithm.infers(batch.steps(trainer.num_steps)))
     inferred_at, batch = time.monotonic(), batch.with_columns(**inferred)
     given = await asyncio.to_thread(algorithm.prepare, batch)
     batch = batch.with_columns(**given)
-    metrics, kept = await trainer.update(reference, inferred | given, keep=keep)
+    age = np.where(batch.loss_mask == 1, version - batch["versions"], 0).astype(np.int32)
+    metrics, kept = await trainer.update(reference, inferred | given | {"age": age}, keep=keep)
+    metrics |= algorithm.metrics(batch)
     metrics["time/log_probs"] = inferred_at - began
     metrics["rollout/zero_variance"] = zero_variance_fraction(batch)
     return metrics, inferred | given | kept if keep else {"advantage": given["advantage"]}

@@ -7,9 +7,15 @@ in another way differs by tenths of a nat and more, and then the policy gradient
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from agentrl.algorithms import TrainBatch
 from agentrl.config.schema import Config, TrainerOptions
 from agentrl.errors import DisagreementError
 
@@ -48,17 +54,79 @@ def refuse(metrics: Mapping[str, float], stop: float) -> None:
     )
 
 
+OLDEST = 4
+"""Tokens of this age, in versions of the weights, and older ones are measured together."""
+
+
+def by_age(batch: TrainBatch, current: np.ndarray, samples: Sequence[int]) -> dict[str, float]:
+    """How trainer and engine differ on the sampled tokens of these sequences, by the age of the weights that sampled
+    them: ``train/logprob_abs_diff_mean/age_<n>``, ``train/rollout_kl/age_<n>`` (k3), ``train/ess/age_<n>`` and the
+    number of tokens, ``train/sampled_tokens/age_<n>``; and ``train/age_mean``.
+
+    Args:
+        batch: with the column ``age``, in versions of the weights.
+        current: float32[T], log-probabilities of the trainer.
+    """
+    chosen = np.zeros(len(batch), bool)
+    chosen[list(samples)] = True
+    at = np.flatnonzero(chosen[batch.sequence] & (batch.loss_mask == 1))
+    ages, d = batch["age"][at], current[at].astype(np.float64) - batch["rollout"][at]
+    metrics = {"train/age_mean": float(ages.mean())}
+    for age in np.unique(np.minimum(ages, OLDEST)).tolist():
+        own = d[np.minimum(ages, OLDEST) == age]
+        weights = np.exp(own)
+        metrics |= {
+            f"train/logprob_abs_diff_mean/age_{age}": float(np.abs(own).mean()),
+            f"train/rollout_kl/age_{age}": float((np.expm1(own) - own).mean()),
+            f"train/ess/age_{age}": float(weights.sum() ** 2 / (len(own) * np.square(weights).sum())),
+            f"train/sampled_tokens/age_{age}": float(len(own)),
+        }
+    return metrics
+
+
+class Trend:
+    """Whether a measure rises: its median over the last :attr:`window` steps against the lowest there was."""
+
+    window = 8
+    factor = 2.0
+
+    def __init__(self, floor: float):
+        self._floor, self._values, self._lowest = floor, deque[float](maxlen=self.window), math.inf
+
+    def rose(self, value: float) -> tuple[float, float] | None:
+        """Take the next value. From what to what it rose, where it is now ``factor`` times the lowest and above the
+        floor; the next rise is counted from here."""
+        self._values.append(value)
+        if len(self._values) < self.window:
+            return None
+        now, before = statistics.median(self._values), self._lowest
+        self._lowest = min(before, now)
+        if now <= max(self._floor, self.factor * self._lowest):
+            return None
+        self._lowest = now
+        return before, now
+
+
 class AgreementWatch:
-    """Warns of a difference once when it rises above the bound, and again only after it was below."""
+    """Warns of a difference once when it rises above the bound, and again only after it was below; and of one that
+    rises over many steps while it is still below, from a tenth of the bound on."""
 
     def __init__(self, warn: float):
         self._warn = warn
         self._above = False
+        self._trend = Trend(warn / 10)
 
     def warning(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """What to say after this step, if anything."""
         mean, before = metrics.get(MEAN, 0.0), self._above
         self._above = bool(self._warn) and not mean <= self._warn
+        rise = self._trend.rose(mean)
+        if rise and self._warn and not self._above:
+            return (
+                f"warning: at step {step} the trainer's and the engine's log-probabilities differ by {rise[1]:.3g} "
+                f"nats in the mean of {Trend.window} steps, and by {rise[0]:.3g} before: the two drift apart; see "
+                '"Engine and trainer" in docs/training.md'
+            )
         if before or not self._above:
             return None
         return (

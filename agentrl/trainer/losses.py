@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms import Algorithm
+from agentrl.algorithms.kl import IN_LOSS, kl_estimate
 from agentrl.config.schema import AlgorithmOptions
 from agentrl.errors import ConfigError
+from agentrl.loading import load_object
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class Tokens:
         has a ``sequence_ratio``. Without a column ``old`` the model as it stands is the old policy."""
         if "log_ratio" in self.columns:
             return self.columns["log_ratio"] + (self.logprobs - self.logprobs.detach())
+        return self.log_ratio_of_tokens
+
+    @property
+    def log_ratio_of_tokens(self) -> Tensor:
+        """log(policy / old policy) of each token, whatever the algorithm."""
         return self.logprobs - self.columns.get("old", self.logprobs.detach())
 
 
@@ -73,14 +80,18 @@ def clipped_surrogate(tokens: Tokens, options: AlgorithmOptions) -> Term:
     """PPO's clipped surrogate (arXiv:1707.06347, equation 7), bounds apart (DAPO, arXiv:2503.14476).
 
     ``-min(ratio * A, clip(ratio, 1 - eps_clip, 1 + eps_clip_high) * A)``, times the column ``correction`` if there.
+    With ``--eps-clip-c`` at most ``-eps_clip_c * A`` where A is negative (dual clip, arXiv:1912.09729, equation 5).
     """
     ratio, advantage = torch.exp(tokens.log_ratio), tokens["advantage"]
     unclipped = -advantage * ratio
     clipped = -advantage * ratio.clamp(1 - options.eps_clip, 1 + _eps_clip_high(options))
-    values = torch.maximum(unclipped, clipped)
+    values, is_clipped = torch.maximum(unclipped, clipped), clipped > unclipped
+    if options.eps_clip_c is not None:
+        largest = torch.where(advantage < 0, -advantage * options.eps_clip_c, torch.inf)
+        values, is_clipped = torch.minimum(values, largest), is_clipped | (largest < values)
     if "correction" in tokens.columns:
         values = values * tokens["correction"]
-    return Term("pg_loss", values, metrics={"clip_fraction": clipped > unclipped})
+    return Term("pg_loss", values, metrics={"clip_fraction": is_clipped})
 
 
 def clipped_weights(tokens: Tokens, options: AlgorithmOptions) -> Term:
@@ -97,10 +108,18 @@ def _eps_clip_high(options: AlgorithmOptions) -> float:
 
 
 def kl(tokens: Tokens, options: AlgorithmOptions) -> Term | None:
-    """``--kl-loss-coef`` times the estimate of KL(policy || reference), with ``--use-kl-loss``."""
+    """``--kl-loss-coef`` times the estimate of KL(policy || reference), with ``--use-kl-loss``.
+
+    With ``--use-unbiased-kl`` times the token's ratio, through which the gradient goes, too: then its mean over tokens
+    of the old policy is the divergence of the new one, and so is its gradient (DeepSeek-V3.2, arXiv:2512.02556,
+    section 3.1). Without it k1 would have no gradient in the mean, and k3 that of KL(reference || policy).
+    """
     if not (options.use_kl_loss and options.kl_loss_coef):
         return None
-    return Term("kl_loss", kl_estimate(tokens.logprobs, tokens["ref"], options.kl_loss_type), options.kl_loss_coef)
+    values = kl_estimate(tokens.logprobs - tokens["ref"], options.kl_loss_type or IN_LOSS, torch.expm1)
+    if options.use_unbiased_kl:
+        values = values * torch.exp(tokens.log_ratio_of_tokens)
+    return Term("kl_loss", values, options.kl_loss_coef)
 
 
 def entropy(tokens: Tokens, options: AlgorithmOptions) -> Term | None:
@@ -115,29 +134,9 @@ def entropy(tokens: Tokens, options: AlgorithmOptions) -> Term | None:
 TERMS: dict[str, TermFunction] = {f.__name__: f for f in (clipped_surrogate, clipped_weights, kl, entropy)}
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """Per-token estimate of KL(policy || reference) from samples of the policy, float[N].
-
-    With d = logprobs - ref_logprobs: k2 = d^2 / 2, k3 = exp(-d) - 1 + d
-    (http://joschu.net/blog/kl-approx.html). ``low_var_kl`` is k3 with d limited to [-20, 20]
-    and the outcome to [-10, 10], so that one odd token cannot take over a step.
-
-    There is no k1 = d: as a loss its gradient is that of the log-probability alone, whose expectation
-    under the policy is 0, so it adds noise and pulls nowhere.
-    """
-    d = logprobs - ref_logprobs
-    if kind == "k2":
-        return 0.5 * d * d
-    if kind == "k3":
-        return torch.expm1(-d) + d
-    if kind == "low_var_kl":
-        d = d.clamp(-20, 20)
-        return (torch.expm1(-d) + d).clamp(-10, 10)
-    raise ConfigError(f"--kl-loss-type {kind!r} is not one of k2, k3, low_var_kl")
-
-
 class Loss:
-    """The terms of an algorithm as one loss.
+    """The terms of an algorithm as one loss; with ``--custom-loss-function-path`` that function in place of its policy
+    term.
 
     Raises:
         ConfigError: a term is neither one of :data:`TERMS` nor a method of the algorithm.
@@ -146,7 +145,11 @@ class Loss:
     def __init__(self, algorithm: Algorithm, options: AlgorithmOptions):
         self._options = options
         self._terms: list[TermFunction] = []
-        for name in algorithm.terms:
+        names = algorithm.terms
+        if options.custom_loss_function_path:
+            self._terms.append(load_object(options.custom_loss_function_path, "--custom-loss-function-path"))
+            names = tuple(name for name in names if name in ("kl", "entropy"))
+        for name in names:
             term = getattr(algorithm, name, None) or TERMS.get(name)
             if term is None:
                 raise ConfigError(
@@ -154,7 +157,7 @@ class Loss:
                     f"{', '.join(TERMS)} nor a method of the class"
                 )
             self._terms.append(term)
-        self.wants_entropy = "entropy" in algorithm.terms and options.entropy_coef != 0
+        self.wants_entropy = "entropy" in names and options.entropy_coef != 0
 
     def __call__(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Loss of a micro-batch, a weighted sum over its tokens; weighted sums for :func:`metrics_of`, float64; the

@@ -128,6 +128,10 @@ class TrainActor:
             metrics, kept = self._loaded.update(batch.with_columns(**columns), num_steps=num_steps, keep=keep)
         return metrics, kept if self.rank == 0 else {}
 
+    def refresh_reference(self) -> None:
+        """See :meth:`MegatronTrainer.refresh_reference`."""
+        self._loaded.refresh_reference()
+
     def save(self, path: str) -> None:
         """See :meth:`MegatronTrainer.save`. Raises StorageError when the disk is full."""
         with storage_errors(path), timed("saved %s", path):

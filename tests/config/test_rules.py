@@ -82,7 +82,12 @@ def test_a_derived_batch_always_satisfies_the_rule(batch, samples, size, steps):
         (("--custom-generate-function-path", "no/where.py:f"), ("no such file: no/where.py",)),
         (("--load", "no/run"), ("--load", "no/run")),
         (("--use-kl-loss", "--ref-load", "no/model"), ("--ref-load", "no/model")),
-        (("--use-kl-loss", "--kl-loss-type", "k1"), ("k2, k3, low_var_kl", "expected gradient of 0")),
+        (("--use-unbiased-kl",), ("--use-unbiased-kl has no effect without --use-kl-loss",)),
+        (("--tis-clip", "3"), ("--tis-clip has no effect without --use-tis",)),
+        (("--rs-level", "token"), ("--rs-level has no effect without --use-rs",)),
+        (("--overlong-max-len", "9"), ("no effect without --overlong-handling penalty",)),
+        (("--loss-scale-factor", "9"), ("no effect without --loss-agg-mode seq-mean-token-sum-norm",)),
+        (("--gamma", "0.9"), ("--gamma has no effect without --credit-level turn",)),
         (
             ("--logprob-abs-diff-warn", "0.2", "--logprob-abs-diff-stop", "0.1"),
             ("--logprob-abs-diff-warn 0.2", "--logprob-abs-diff-stop 0.1"),

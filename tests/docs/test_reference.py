@@ -12,7 +12,7 @@ from finished_run import played_groups, shop_source
 from shown_pages import ROOT
 
 import agentrl
-from agentrl.algorithms import load_algorithm
+from agentrl.algorithms import base, importance, load_algorithm
 from agentrl.config import load_eval_config
 from agentrl.config.schema import AlgorithmOptions
 from agentrl.data.account import TaskAccount
@@ -59,6 +59,8 @@ def groups(tmp_path_factory):
 
 def test_metrics(groups):
     loss = pytest.importorskip("agentrl.trainer.losses")
+    from agentrl.trainer import agreement
+
     rollout = set(rollout_metrics(groups, 1.0, 0)) | {"rollout/zero_variance"}
     rollout = {re.sub(r"/reward/.*", "/reward/<part>", re.sub(r"/stop/.*", "/stop/<reason>", n)) for n in rollout}
     options = AlgorithmOptions(use_kl_loss=True, entropy_coef=0.1)
@@ -66,6 +68,10 @@ def test_metrics(groups):
     trained = set(loss.metrics_of(sums, 0.0, 1.0))
     for name in ("core.py", "policy.py"):
         trained |= set(re.findall(r'"((?:train|time)/\w+)":', (MEGATRON / name).read_text(encoding="utf-8")))
+    for module in (base, importance):
+        trained |= set(re.findall(r'"(train/\w+)"', inspect.getsource(module)))
+    trained |= set(re.findall(r'f?"(train/\w+(?:/age_)?)', inspect.getsource(agreement.by_age).replace("{age}", "")))
+    trained = {f"{name}<n>" if name.endswith("/age_") else name for name in trained}
     source = inspect.getsource(manager)
     (counters,) = re.findall(r'f"engine/\{k\}".*? for k in \(([^)]*)\)', source)
     managed = {f"engine/{name}" for name in re.findall(r"\w+", counters)}

@@ -47,7 +47,7 @@ async def test_credit_is_given_between_what_is_inferred_and_the_update(
     try:
         actor.start(actor.meeting_point())
         trainer = InProcess([Rank(actor)], num_steps=2, deadline=100.0)
-        metrics, columns = await train([batch], load_algorithm(options), trainer, keep=True)
+        metrics, columns = await train([batch], load_algorithm(options), trainer, version=1, keep=True)
         assert metrics["train/steps"] == 2 and metrics["time/log_probs"] > 0
         assert metrics["rollout/zero_variance"] < 1
         assert sorted(columns) == ["advantage", "current", "old", "ratio", "ref"]
@@ -55,7 +55,7 @@ async def test_credit_is_given_between_what_is_inferred_and_the_update(
         assert np.allclose(columns["old"], columns["ref"]) and (columns["old"][sampled] < 0).all()
         ratio = np.exp(columns["current"] - columns["old"])
         assert np.allclose(columns["ratio"][sampled], ratio[sampled], rtol=1e-5)
-        _, columns = await train([batch], load_algorithm(options), trainer, keep=False)
+        _, columns = await train([batch], load_algorithm(options), trainer, version=1, keep=False)
         assert sorted(columns) == ["advantage"]
     finally:
         actor.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.trainer.samples import QUIET, join, log_probs, random_batch, train
+from tests.trainer.samples import QUIET, fresh, join, log_probs, random_batch, train
 
 OPTIONS = dict(
     lr=1e-3, use_kl_loss=True, kl_loss_coef=0.1, entropy_coef=0.01, rollout_temperature=0.8, max_tokens_per_gpu=150,
@@ -26,6 +26,29 @@ LAYOUTS = {
         "megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20_000},
     },
 }
+
+ESTIMATORS = {
+    "tp2 gspo": {
+        "tensor_model_parallel_size": 2, "advantage_estimator": "gspo", "use_tis": True, "tis_level": "geometric",
+        "tis_mode": "mask", "overlong_handling": "penalty", "overlong_max_len": 30, "overlong_buffer_len": 20,
+    },
+    "dp2 dr_grpo": {
+        "advantage_estimator": "dr_grpo", "loss_scale_factor": 50, "credit_level": "turn", "use_tis": True,
+        "use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.9, "kl_loss_type": "k3", "use_unbiased_kl": True,
+        "eps_clip_c": 3.0, "kl_coef": 0.1,
+    },
+}  # fmt: skip
+"""Estimators and corrections on two ranks. A trajectory's two segments may lie on different ones."""
+
+
+def one_step(trainer) -> dict:
+    """What the loop does with a batch: infer, credit, update; on log-probabilities near the trainer's."""
+    batch = random_batch(12, segments=2)
+    noise = np.random.default_rng(1).normal(0, 0.1, batch.num_tokens).astype(np.float32)
+    batch = fresh(batch.with_columns(rollout=(log_probs(trainer, batch) + noise) * batch.loss_mask))
+    batch = batch.with_columns(**trainer.infer(batch, trainer.algorithm.infers(batch.steps(2))))
+    batch = batch.with_columns(**trainer.algorithm.prepare(batch), age=batch.loss_mask.astype(np.int32))
+    return trainer.update(batch, num_steps=2)[0] | trainer.algorithm.metrics(batch)
 
 
 def measure(trainer, folder: Path, original: dict) -> dict:
@@ -64,6 +87,11 @@ def run(rank: int, listeners: dict[str, socket.socket], checkpoint: str, out: st
         folder = Path(out) / name
         folder.mkdir(exist_ok=True)
         results[name] = measure(trainer, folder, original)
+        trainer.close()
+    for name, changes in ESTIMATORS.items():
+        options = TrainerOptions(**{**OPTIONS, "use_rollout_logprobs": False, **changes})
+        trainer = join(rank, 2, listeners[name], checkpoint, options)
+        results[name] = one_step(trainer)
         trainer.close()
     for key, source in RELOADS.items():
         options = TrainerOptions(**OPTIONS, **LAYOUTS[key.split(" to ")[1]])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer.ranks import LAYOUTS, OPTIONS, RELOADS, SPLIT, measure, run, run_families
+from tests.trainer.ranks import ESTIMATORS, LAYOUTS, OPTIONS, RELOADS, SPLIT, measure, one_step, run, run_families
 from tests.trainer.samples import join, listen, random_batch, tiny_checkpoint, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
@@ -38,7 +38,7 @@ def spawn(target, names, *args):
 
 @pytest.fixture(scope="module")
 def results(checkpoint, out):
-    spawn(run, [*LAYOUTS, *RELOADS], checkpoint, str(out))
+    spawn(run, [*LAYOUTS, *ESTIMATORS, *RELOADS], checkpoint, str(out))
     return json.loads((out / "results.json").read_text())
 
 
@@ -74,6 +74,16 @@ def assert_the_same(result, alone, folder, folder_alone):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_changes_nothing(results, alone, out, name):
     assert_the_same(results[name], alone, out / name, out / "alone")
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_an_estimator_gives_the_same_on_two_ranks(results, make_trainer, name):
+    changes = {key: value for key, value in ESTIMATORS[name].items() if "parallel" not in key}
+    alone = one_step(make_trainer(**{**OPTIONS, "use_rollout_logprobs": False, **changes}))
+    assert alone["train/pg_loss"] != 0 and alone["train/grad_norm"] > 0
+    odd = ("train/tokens_per_s", "train/micro_batches", "time/train_steps")
+    for key in alone.keys() - set(odd):
+        assert results[name][key] == pytest.approx(alone[key], rel=1e-3, abs=1e-5), key
 
 
 @pytest.mark.parametrize("key", RELOADS)

@@ -8,9 +8,10 @@ import torch
 
 from agentrl.algorithms.cispo import CISPO
 from agentrl.algorithms.grpo import GRPO
+from agentrl.algorithms.kl import kl_estimate
 from agentrl.config.schema import AlgorithmOptions
 from agentrl.errors import ConfigError
-from agentrl.trainer.losses import Loss, Tokens, kl_estimate, metrics_of
+from agentrl.trainer.losses import Loss, Term, Tokens, kl, metrics_of
 
 N = 200
 KL_TYPES = ("k2", "k3", "low_var_kl")
@@ -98,17 +99,72 @@ def test_cispo_equals_the_papers_equation():
     assert float(sums["clip_fraction"]) == sum(outside) > 0
 
 
+def test_dual_clip_equals_the_papers_equation():
+    """Ye et al., arXiv:1912.09729, equation 5: max(min(ratio A, clip(ratio) A), c A) where A < 0."""
+    x, options = inputs(), AlgorithmOptions(eps_clip=0.2, eps_clip_c=1.3)
+    x["lp"] += 0.4  # ratios above c are there
+    t = {k: torch.tensor(v, dtype=torch.float64) for k, v in x.items()}
+    t["lp"].requires_grad_()
+    columns = {"advantage": t["adv"], "old": t["old"], "rollout": t["rollout"], "weight": torch.ones(N).double()}
+    total, sums, _ = loss_of(options)(Tokens(t["lp"], None, columns))
+    total.backward()
+    loss, limited, plain = 0.0, [], []
+    for lp, old, a in zip(x["lp"], x["old"], x["adv"], strict=True):
+        ratio = np.exp(lp - old)
+        clipped = min(ratio * a, min(max(ratio, 0.8), 1.2) * a)
+        loss -= max(clipped, 1.3 * a) if a < 0 else clipped
+        limited.append(a < 0 and clipped < 1.3 * a)
+        plain.append(min(max(ratio, 0.8), 1.2) * a < ratio * a)
+    assert total.item() == pytest.approx(loss, rel=1e-10)
+    assert any(limited) and not t["lp"].grad[torch.tensor(limited)].any()
+    assert float(sums["clip_fraction"]) == sum(a or b for a, b in zip(limited, plain, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_the_unbiased_form_has_the_divergences_own_gradient_off_policy_too(kind):
+    """DeepSeek-V3.2, arXiv:2512.02556, section 3.1: the estimate times pi / pi_old, in the mean over pi_old. Exact,
+    over a whole vocabulary."""
+    torch.manual_seed(0)
+    logits = torch.randn(20, dtype=torch.float64, requires_grad=True)
+    old, ref = (torch.randn(20, dtype=torch.float64).log_softmax(0) for _ in range(2))
+    options = AlgorithmOptions(use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type=kind, use_unbiased_kl=True)
+    term = kl(Tokens(logits.log_softmax(0), None, {"old": old, "ref": ref}), options)
+    value = (old.exp() * term.values).sum()
+    ours = torch.autograd.grad(value, logits)[0]
+    p = logits.log_softmax(0)
+    true = (p.exp() * (p - ref)).sum()
+    assert value.item() == pytest.approx(true.item())
+    assert torch.allclose(ours, torch.autograd.grad(true, logits)[0])
+
+
+def own_policy_term(tokens, options):
+    """A loss of one's own, by path: minus the advantage times the log-probability."""
+    return Term("reinforce", -tokens["advantage"] * tokens.logprobs)
+
+
+def test_a_custom_loss_stands_in_the_place_of_the_policy_term():
+    t = {k: torch.tensor(v) for k, v in inputs().items()}
+    columns = {"advantage": t["adv"], "old": t["old"], "rollout": t["rollout"], "ref": t["ref"]}
+    columns["weight"] = torch.full((N,), 1 / N, dtype=torch.float64)
+    path = f"{__file__}:own_policy_term"
+    options = AlgorithmOptions(use_kl_loss=True, kl_loss_coef=0.5, custom_loss_function_path=path)
+    _, sums, _ = loss_of(options)(Tokens(t["lp"], None, columns))
+    assert "pg_loss" not in sums
+    assert float(sums["reinforce"]) == pytest.approx(float(-(t["adv"] * t["lp"]).mean()))
+    assert float(sums["loss"]) == pytest.approx(float(sums["reinforce"] + 0.5 * sums["kl_loss"]))
+
+
 def test_low_var_kl_limits_odd_tokens():
     lp, ref = torch.tensor([-40.0, -1.0]), torch.tensor([0.0, -1.0])
-    assert kl_estimate(lp, ref, "low_var_kl").tolist() == [10.0, 0.0]
-    assert torch.isfinite(kl_estimate(torch.tensor([-900.0]), torch.tensor([0.0]), "low_var_kl")).all()
+    assert kl_estimate(lp - ref, "low_var_kl", torch.expm1).tolist() == [10.0, 0.0]
+    assert torch.isfinite(kl_estimate(torch.tensor([-900.0]), "low_var_kl", torch.expm1)).all()
 
 
 def test_the_k3_estimate_is_the_divergence_in_the_mean():
     torch.manual_seed(0)
     p, q = torch.randn(50).log_softmax(0), torch.randn(50).log_softmax(0)
     true = (p.exp() * (p - q)).sum()
-    assert (p.exp() * kl_estimate(p, q, "k3")).sum() == pytest.approx(float(true), abs=1e-5)
+    assert (p.exp() * kl_estimate(p - q, "k3", torch.expm1)).sum() == pytest.approx(float(true), abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", KL_TYPES)
@@ -117,7 +173,7 @@ def test_every_estimate_pulls_towards_the_reference_in_expectation(kind):
     torch.manual_seed(0)
     logits, q = torch.randn(20, requires_grad=True), torch.randn(20).log_softmax(0)
     p = logits.log_softmax(0)
-    (p.detach().exp() * kl_estimate(p, q, kind)).sum().backward()
+    (p.detach().exp() * kl_estimate(p - q, kind, torch.expm1)).sum().backward()
     ours, logits.grad = logits.grad, None
     p = logits.log_softmax(0)
     (p.exp() * (p - q)).sum().backward()
@@ -156,8 +212,8 @@ def test_missing_inputs_and_unknown_terms_are_errors():
         loss_of(AlgorithmOptions(use_kl_loss=True))(Tokens(x, None, columns))
     with pytest.raises(ConfigError, match="entropy"):
         loss_of(AlgorithmOptions(entropy_coef=0.1))(Tokens(x, None, columns))
-    with pytest.raises(ConfigError, match="k1"):
-        kl_estimate(x, x, "k1")
+    with pytest.raises(ConfigError, match="k4.*not one of k1"):
+        kl_estimate(x, "k4", torch.expm1)
 
     class Odd(GRPO):
         terms = ("cliped_surrogate",)

@@ -369,3 +369,29 @@ def test_a_tied_head_in_the_file_and_old_rotary_buffers_are_no_extra_tensors(mak
 def test_reference_log_probabilities_need_a_reference(make_trainer):
     with pytest.raises(ConfigError, match="no reference"):
         log_probs(make_trainer(), random_batch(2), "ref")
+
+
+def test_the_reference_is_refreshed_saved_and_loaded(make_trainer, tmp_path):
+    options = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 1}
+    trainer, batch = make_trainer(**options), random_batch(6)
+    first = log_probs(trainer, batch, "ref")
+    train(trainer, batch)
+    assert (log_probs(trainer, batch, "ref") == first).all()
+    trainer.refresh_reference()
+    second = log_probs(trainer, batch, "ref")
+    assert (second == log_probs(trainer, batch)).all() and (second != first).any()
+    train(trainer, batch)
+    now = log_probs(trainer, batch)
+    trainer.save(tmp_path)
+    again = make_trainer(**options)
+    again.load(tmp_path)
+    assert (log_probs(again, batch, "ref") == second).all()
+    assert (log_probs(again, batch) == now).all() and (now != second).any()
+
+
+def test_a_step_whose_episodes_are_all_masked_moves_nothing(make_trainer):
+    trainer, batch = make_trainer(weight_decay=0.0), random_batch(4)
+    before = log_probs(trainer, batch)
+    report = train(trainer, batch.with_columns(in_loss=np.zeros(batch.num_tokens, np.uint8)))
+    assert report["train/grad_norm"] == 0 and report["train/loss"] == 0
+    assert (log_probs(trainer, batch) == before).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import numpy as np
 from torch import Tensor
@@ -41,6 +42,25 @@ class Policy:
             self._copies.keep("ref")
             if options.ref_load:
                 core.load_hf(core.hf_checkpoint)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether reference weights are kept."""
+        return "ref" in self._copies
+
+    def refresh_reference(self) -> None:
+        """The weights of now become the reference."""
+        self._copies.keep("ref")
+
+    def save_reference(self, folder: Path) -> None:
+        """Write the reference as a Hugging Face directory: it loads at any layout."""
+        with self._copies.use("ref"):
+            self.core.save_hf(folder)
+
+    def load_reference(self, folder: Path) -> None:
+        """Take the reference from what :meth:`save_reference` wrote. The live weights are to be loaded after it."""
+        self.core.load_hf(folder)
+        self._copies.keep("ref")
 
     def infer(self, batch: TrainBatch, name: str) -> np.ndarray:
         """Log-probabilities of the sampled tokens under the live (``old``) or the reference (``ref``) weights.
@@ -84,6 +104,7 @@ class Policy:
             raise ConfigError(f"{num_steps} optimizer steps need the column 'old'; infer it before the first")
         kept = {name: np.zeros(batch.num_tokens, np.float32) for name in (("current", "ratio") if keep else ())}
         reports: list[dict[str, float]] = []
+        aged: dict[str, float] = {}
         for step in core.schedule(batch, num_steps, [batch.episode_ids[t] for t in batch.trajectory_of]):
             scale = core.scale(step)
             weight = self.algorithm.aggregate(batch, step.samples) * scale
@@ -98,6 +119,9 @@ class Policy:
             report = metrics_of(*core.reduce(results, self.loss.names()), scale)
             # Engine against trainer can be compared only before the first update moves the weights.
             agreement.refuse(report, 0.0 if reports else self._stop)
+            if not reports and "age" in batch.columns:
+                current = core.whole(results, "current", batch.num_tokens)
+                aged = agreement.by_age(batch, current, step.samples)
             for name, values in kept.items():
                 values += core.whole(results, name, batch.num_tokens)
             reports.append(report | core.update() | {"train/micro_batches": float(step.num_micro_batches)})
@@ -107,7 +131,7 @@ class Policy:
         metrics |= {name: reports[0][name] for name in MISMATCH}
         totals = ("train/sampled_tokens", "train/steps_skipped", "train/micro_batches")
         metrics |= {name: sum(r[name] for r in reports) for name in totals}
-        return metrics | {
+        return metrics | aged | {
             "train/lr": reports[-1]["train/lr"],
             "train/steps": float(num_steps),
             "train/tokens": float(batch.num_tokens),
@@ -122,9 +146,9 @@ class Policy:
             values, entropy = self._of(packed, hidden, entropy=self.loss.wants_entropy)
             tokens = Tokens(values, entropy, packed.columns)
             total, sums, largest = self.loss(tokens)
-            result = {"sums": sums, "largest": largest, "at": packed.at}
+            result = {"sums": sums, "largest": largest, "at": packed.at, "current": values.detach()}
             if keep:
-                result |= {"current": values.detach(), "ratio": tokens.log_ratio.detach().exp()}
+                result["ratio"] = tokens.log_ratio.detach().exp()
             return total, result
 
         return head

@@ -72,6 +72,10 @@ class MegatronTrainer:
         """See :meth:`Policy.update`."""
         return self.policy.update(batch, num_steps=num_steps, keep=keep)
 
+    def refresh_reference(self) -> None:
+        """See :meth:`Policy.refresh_reference`."""
+        self.policy.refresh_reference()
+
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights, see :meth:`Core.export`."""
         return self.policy.core.export()
@@ -84,9 +88,13 @@ class MegatronTrainer:
         """Write each part into a folder of its name."""
         for name, part in self.parts.items():
             part.save(Path(folder) / name)
+        if self.options.ref_update_interval and self.policy.has_reference:
+            self.policy.save_reference(Path(folder) / "reference")
 
     def load(self, folder: str | Path) -> None:
         """Go on from a folder that :meth:`save` wrote; see :meth:`Core.load`."""
+        if self.options.ref_update_interval and (reference := Path(folder) / "reference").is_dir():
+            self.policy.load_reference(reference)
         for name, part in self.parts.items():
             # Before there were parts, the policy was all there was.
             there = (Path(folder) / name).is_dir() or name != "policy"
