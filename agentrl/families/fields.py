@@ -24,13 +24,13 @@ COMMON = words(
 NEUTRAL = words(
     # names and what made the file
     "model_type architectures transformers_version auto_map dtype torch_dtype name_or_path id2label label2id "
-    "problem_type unsloth_fixed unsloth_version "
+    "problem_type unsloth_fixed unsloth_version is_llama_config tokenizer_class transformers.js_config "
     # how transformers' own code runs
     "use_cache return_dict output_hidden_states output_attentions output_router_logits chunk_size_feed_forward "
     "attn_implementation use_flash_attn use_bfloat16 torchscript ep_size pretraining_tp "
     # training: of another objective, or as it was once
     "initializer_range attention_dropout resid_pdrop embd_pdrop hidden_dropout router_aux_loss_coef "
-    "aux_loss_alpha seq_aux router_jitter_noise "
+    "aux_loss_alpha seq_aux router_jitter_noise neftune_noise_alpha "
     # generation
     "bos_token_id eos_token_id pad_token_id unk_token_id temperature top_p top_k do_sample max_length"
 )
@@ -41,6 +41,7 @@ EXPERTS = words("num_experts num_local_experts n_routed_experts")
 
 _ONLY = {
     "hidden_act": ("silu", "the trainer's MLP is SwiGLU"),
+    "activation": ("swiglu", "the trainer's MLP is SwiGLU"),
     "attention_bias": (False, "the trainer's attention has no such biases"),
     "qkv_bias": (False, "the trainer's attention has no such biases"),
     "mlp_bias": (False, "the trainer's MLP has no biases"),
@@ -54,6 +55,7 @@ _ONLY = {
     "embedding_multiplier": (None, "the trainer does not scale embeddings"),
     "residual_multiplier": (None, "the trainer does not scale residuals"),
     "no_rope_layers": (None, "the trainer rotates in every layer"),
+    "rope_interleaved": (False, "the trainer rotates neighbours only where the architecture's own type says so"),
     "use_mrope": (False, "the trainer's positions have one axis"),
     "use_qk_norm": (False, "the trainer normalizes queries and keys as the architecture's own type says"),
     "qk_layernorm": (False, "the trainer normalizes queries and keys as the architecture's own type says"),

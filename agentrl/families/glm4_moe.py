@@ -34,6 +34,6 @@ FAMILY = Family(
         "n_shared_experts n_routed_experts routed_scaling_factor n_group topk_group first_k_dense_replace "
         "num_nextn_predict_layers"
     ),
-    only={"norm_topk_prob": True},
+    only={"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     wrong=sigmoid_routing_wrong,
 )

@@ -75,11 +75,18 @@ def test_what_is_not_computed_is_named(model, text):
         {**LLAMA, "_name": "of a tool", "new_and_off": False, "use_cache": True, "transformers_version": "5"},
         {**MISTRAL, "sliding_window": None},
         {"model_type": "glm4", "attention_bias": True, "partial_rotary_factor": 0.5},
+        {  # as SmolLM2 was published
+            **LLAMA, "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 1, "hidden_act": "silu", "initializer_range": 0.04, "is_llama_config": True,
+            "mlp_bias": False, "pretraining_tp": 1, "rope_interleaved": False, "rope_scaling": None,
+            "rope_theta": 100000, "torch_dtype": "bfloat16", "transformers.js_config": {"dtype": "q4"},
+            "use_cache": True,
+        },
         DEEPSEEK,
         {**DEEPSEEK, "model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "auto_map": {"AutoConfig": "x"}},
         {},  # the trainer looks again, with transformers' defaults
     ],
-)
+)  # fmt: skip
 def test_what_is_computed_passes(model):
     assert list(not_computed(model)) == []
 
