@@ -73,7 +73,7 @@ _OUTCOME_OF = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ToolCall:
     """One call as parsed from the model's text. ``error`` is set when it could not be parsed."""
 
@@ -113,7 +113,7 @@ class SamplingParams:
     deterministic mode."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Generation:
     """An engine's answer to one turn. Arrays have one entry a sampled token, in order."""
 

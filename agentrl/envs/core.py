@@ -244,7 +244,8 @@ class Env(gymnasium.Env[str, str]):
         if not terminated and not truncated and self._turn >= self.max_turns:
             truncated = True
             info.setdefault("stop_reason", str(StopReason.MAX_TURNS))
-        say_how_it_ended(info, terminated, truncated)
+        if terminated or truncated:
+            say_how_it_ended(info, terminated, truncated)
         if "messages" not in info:
             info["messages"] = [{"role": "user", "content": observation}] if observation else []
         self._transcript.extend(info["messages"])

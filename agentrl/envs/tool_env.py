@@ -277,7 +277,7 @@ class ToolEnv(Env):
             return await self._finish(answer, await self._turn_parts(answer, []), [], [])
         results = await run_calls(calls, self._tools, timeout=self.tool_timeout, max_calls=self.max_calls)
         records = [_record(c, r) for c, r in zip(calls, results, strict=True)]
-        self._calls += [dict(record) for record in records]  # wrappers may edit those in ``info``
+        self._calls += map(dict, records)  # wrappers may edit those in ``info``
         parts = await self._turn_parts(parsed.content, records) if self._judges_turns else {}
         if earned := self._earned_by_calls(calls, results):
             parts["tools"] = parts.get("tools", 0.0) + earned
@@ -365,7 +365,7 @@ class ToolEnv(Env):
         tags = getattr(self._parser, "names", ())
         calls = list(parsed.tool_calls)
         if self.answer_tag not in tags:
-            return self._tag_arguments(calls), None if calls else parsed.content
+            return calls if self._parser.structured else self._tag_arguments(calls), None if calls else parsed.content
         # What follows an answer does not count, and an answer beside a call was given without its result.
         position = next((i for i, c in enumerate(calls) if c.name == self.answer_tag and c.error is None), None)
         if position == 0:
@@ -377,8 +377,6 @@ class ToolEnv(Env):
 
     def _tag_arguments(self, calls: list[ToolCall]) -> list[ToolCall]:
         """In a tag format, the text goes to the tool's first parameter."""
-        if self._parser.structured:
-            return calls
         named = []
         for call in calls:
             tool = self._tools.get(call.name)
@@ -388,16 +386,16 @@ class ToolEnv(Env):
         return named
 
     def _observe(self, calls: list[ToolCall], results: list[ToolResult]) -> list[Message]:
-        texts = [self._shown(result) for result in results]
         if self._parser.structured:
             return [
-                Message(role="tool", name=call.name, content=text, tool_call_id=call.id)
-                for call, text in zip(calls, texts, strict=True)
+                Message(role="tool", name=call.name, content=self._shown(result), tool_call_id=call.id)
+                for call, result in zip(calls, results, strict=True)
             ]
         tags = "|".join(map(re.escape, (*getattr(self._parser, "names", ()), self.result_tag, "think")))
         forged = re.compile(rf"<(/?)({tags})>", re.IGNORECASE)
         parts = []
-        for text, result in zip(texts, results, strict=True):
+        for result in results:
+            text = self._shown(result)
             if result.error is None or result.error.type is not ToolErrorType.PARSE:  # whose words name the tags
                 text = forged.sub(r"[\1\2]", text)
             parts.append(text if result.error else f"<{self.result_tag}>\n{text}\n</{self.result_tag}>")
@@ -527,7 +525,7 @@ def _record(call: ToolCall, result: ToolResult) -> dict[str, Any]:
 
 
 def _text_of(messages: Any) -> str:
-    return "\n".join(str(message.get("content", "")) for message in messages)
+    return "\n".join([str(message.get("content", "")) for message in messages])
 
 
 def _is_method(function: types.FunctionType, owner: type) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -63,121 +64,56 @@ class EpisodeEnd(Exception):
 class Turn:
     """What one call of the policy gave."""
 
-    text: Action  # without the end-of-turn token; carries ``parsed``
-    parsed: Parsed
+    text: Action  # without the end-of-turn token
     message: Message
     finish_reason: str
     tokens: np.ndarray  # int32 [n]
     cut_short: StopReason | None = None  # the budget that ended it before the model did
 
-
-class Dialogue(Protocol):
-    """What an episode needs of a :class:`Conversation`, or of what stands in its place."""
-
-    messages: list[Message]
-    turns: list[dict[str, Any]]
-    last_turn: Turn | None
-    engine_seconds: float
-    encode_seconds: float
-
     @property
-    def num_turns(self) -> int: ...
-
-    def segments(self) -> list[Segment]: ...
-
-    def prompt(
-        self,
-        messages: Sequence[Message],
-        tools: list[dict[str, Any]] | None = None,
-        stop: Sequence[str] = (),
-        *,
-        raw: str | None = None,
-        authored: int | None = None,
-        trusted_roles: Collection[str] = AUTHOR_ROLES,
-        variables: Mapping[str, Any] | None = None,
-    ) -> None: ...
-
-    async def generate(self) -> Turn: ...
-
-    def observe(self, messages: Sequence[Message]) -> None: ...
+    def parsed(self) -> Parsed:
+        """The text, taken apart."""
+        return self.text.parsed
 
 
-Client = TypeVar("Client", contravariant=True)
-
-
-class Chat(Protocol[Client]):
-    """What conversations with a kind of client are opened by: a chat template, or the server that has its own."""
-
-    @property
-    def call_format(self) -> str: ...
-
-    def conversation(
-        self,
-        *,
-        client: Client,
-        parser: Parser,
-        params: SamplingParams,
-        limits: EpisodeLimits,
-        routing_key: str,
-        name: str,
-    ) -> Dialogue: ...
-
-
-class Conversation:
-    """The policy's side of one episode.
+class Dialogue(ABC):
+    """The policy's side of one episode: one agent's.
 
     Args:
         parser: takes the model's text apart.
+        params: of sampling.
+        limits: budgets of the episode.
         name: what errors call the task.
         routing_key: keeps the turns of this episode on one engine.
+
+    Attributes:
+        messages: the record of what was said.
+        turns: per turn: token counts, seconds, finish reason.
     """
 
     def __init__(
-        self,
-        *,
-        client: PolicyClient,
-        chat: ChatTemplate,
-        parser: Parser,
-        params: SamplingParams,
-        limits: EpisodeLimits,
-        routing_key: str,
-        name: str,
+        self, *, parser: Parser, params: SamplingParams, limits: EpisodeLimits, routing_key: str, name: str
     ) -> None:
         self.messages: list[Message] = []
-        self.turns: list[dict[str, Any]] = []  # per turn: token counts, seconds, finish reason
-        self.engine_seconds = 0.0
-        self.encode_seconds = 0.0
-        self._client, self._chat, self._parser = client, chat, parser
-        self._params, self._limits = params, limits
+        self.turns: list[dict[str, Any]] = []
+        self.engine_seconds = self.encode_seconds = 0.0
+        self.last_turn: Turn | None = None
+        self._parser, self._params, self._limits = parser, params, limits
         self._routing_key, self._name = routing_key, name
-        self._ledger = TokenLedger()
         self._tools: list[dict[str, Any]] | None = None
         self._stop: tuple[str, ...] = ()
-        self._turn_params: SamplingParams | None = None  # those of the last turn
-        self._observed = 0
-        self._last: Turn | None = None  # the turn that the next observation follows
-        self.last_turn: Turn | None = None
-        self._earlier: dict[Any, Earlier] = {}  # of each kind the latest turn, in the order of the conversation
-        self._trusted: set[int] = set()  # messages whose text is the author's
-        self._sampled: dict[int, np.ndarray] = {}  # ids of the messages that the model wrote
-        self._said = ""  # what the last turn sampled, as text
-        self._raw = False  # whether the prompt was sent without the template
-        self._system = False  # whether it begins with a system message
+        self._observed = 0  # tokens of observations so far
 
     @property
     def num_turns(self) -> int:
         """Turns sampled so far."""
         return len(self.turns)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the current segment: what the engine has seen."""
-        return len(self._ledger)
-
     def segments(self) -> list[Segment]:
-        """The record so far, see :meth:`TokenLedger.segments`."""
-        return self._ledger.segments()
+        """The tokens so far, see :meth:`TokenLedger.segments`; none where they stay with a server."""
+        return []
 
+    @abstractmethod
     def prompt(
         self,
         messages: Sequence[Message],
@@ -200,7 +136,69 @@ class Conversation:
         Raises:
             EpisodeEnd: ENV_ERROR when the prompt leaves no room for an answer.
             EnvError: the template refuses the messages, or ``raw`` is empty.
+            ConfigError: a server cannot take such a prompt.
         """
+
+    @abstractmethod
+    async def generate(self) -> Turn:
+        """Sample one turn.
+
+        Raises:
+            EpisodeEnd: ENGINE_ERROR, or the context is full.
+        """
+
+    @abstractmethod
+    def observe(self, messages: Sequence[Message]) -> None:
+        """Append an observation (mask 0) and open the next turn.
+
+        Raises:
+            EpisodeEnd: it does not fit into the context or the tool-output budget. What was sampled stays.
+            EnvError: the template refuses the messages, or they need one after a prompt without it.
+        """
+
+
+Client = TypeVar("Client", contravariant=True)
+
+
+class Chat(Protocol[Client]):
+    """What conversations with a kind of client are opened by: a chat template, or the server that has its own."""
+
+    @property
+    def call_format(self) -> str: ...
+
+    def conversation(self, *, client: Client, parser: Parser, **parts: Any) -> Dialogue: ...
+
+
+class Conversation(Dialogue):
+    """A conversation of tokens with an engine, written through the ledger. ``parts`` are those of :class:`Dialogue`."""
+
+    def __init__(self, *, client: PolicyClient, chat: ChatTemplate, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._client, self._chat = client, chat
+        self._ledger = TokenLedger()
+        self._turn_params: SamplingParams | None = None  # those of the last turn
+        self._last: Turn | None = None  # the turn that the next observation follows
+        self._earlier: dict[Any, Earlier] = {}  # of each kind the latest turn, in the order of the conversation
+        self._trusted: set[int] = set()  # messages whose text is the author's
+        self._sampled: dict[int, np.ndarray] = {}  # ids of the messages that the model wrote
+        self._said = ""  # what the last turn sampled, as text
+        self._raw = False  # whether the prompt was sent without the template
+        self._system = False  # whether it begins with a system message
+
+    def segments(self) -> list[Segment]:
+        return self._ledger.segments()
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]] | None = None,
+        stop: Sequence[str] = (),
+        *,
+        raw: str | None = None,
+        authored: int | None = None,
+        trusted_roles: Collection[str] = AUTHOR_ROLES,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
         started = time.monotonic()
         self.messages, self._tools, self._stop = list(messages), tools, tuple(stop)
         if tools:
@@ -227,12 +225,8 @@ class Conversation:
         self._ledger.start(ids)
 
     async def generate(self) -> Turn:
-        """Sample one turn.
-
-        Raises:
-            EpisodeEnd: ENGINE_ERROR, or the context is full.
-        """
-        room = self._limits.max_context_len - len(self._ledger)
+        prompt = self._ledger.ids
+        room = self._limits.max_context_len - len(prompt)
         if room < 1:
             raise EpisodeEnd(StopReason.MAX_CONTEXT)
         budget = min(self._limits.max_response_len, self._params.max_new_tokens, room)
@@ -242,7 +236,6 @@ class Conversation:
         params = self._turn_params
         if params.seed is not None:
             params = replace(params, seed=turn_seed(params.seed, self._routing_key, self.num_turns))
-        prompt = self._ledger.ids
         started = time.monotonic()
         try:
             generation = await self._client.generate(
@@ -268,7 +261,7 @@ class Conversation:
         if generation.finish_reason == "length":
             cut_short = StopReason.MAX_CONTEXT if budget == room else StopReason.MAX_TOKENS
         self._said = text[len(opening) :]
-        turn = Turn(text, text.parsed, message, generation.finish_reason, generation.tokens, cut_short)
+        turn = Turn(text, message, generation.finish_reason, generation.tokens, cut_short)
         self._last = self.last_turn = turn
         self.turns.append(
             {
@@ -282,12 +275,6 @@ class Conversation:
         return turn
 
     def observe(self, messages: Sequence[Message]) -> None:
-        """Append an observation (mask 0) and open the next turn.
-
-        Raises:
-            EpisodeEnd: it does not fit into the context or the tool-output budget. What was sampled stays.
-            EnvError: the template refuses the messages, or they need one after a prompt without it.
-        """
         started = time.monotonic()
         last = self._last
         if last is None:

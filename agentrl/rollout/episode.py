@@ -7,13 +7,13 @@ a wrong configuration and cancellation pass through.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic
 
 import gymnasium
 
+from agentrl.concurrency.clock import Clock, OutOfTime
 from agentrl.concurrency.event_loop import attend
 from agentrl.concurrency.threads import await_user_code, own_thread
 from agentrl.envs.multi_agent import shares
@@ -21,7 +21,7 @@ from agentrl.errors import ConfigError, EnvError, InfraError, LedgerError, descr
 from agentrl.rewards.number import reward_number
 from agentrl.rollout.agent import SOLE_AGENT, Agent, Opening
 from agentrl.rollout.conversation import Chat, Client, Dialogue, EpisodeEnd, EpisodeLimits, Turn
-from agentrl.rollout.generate_hook import GenerateContext, GenerateFunction
+from agentrl.rollout.generate_hook import GenerateFunction
 from agentrl.tools.formats import get_parser
 from agentrl.types import Message, Outcome, SamplingParams, StopReason, Task, Trajectory
 
@@ -84,6 +84,8 @@ async def play_episode(
         reason, error = StopReason.TOOL_ERROR, describe(problem)
     except Exception as problem:  # an environment may raise anything; it becomes data
         reason, error = StopReason.ENV_ERROR, describe(problem)
+    finally:
+        episode.clock.close()
     return episode.trajectories(group_id, reason, error, retryable)
 
 
@@ -100,7 +102,16 @@ def entry_point(env: gymnasium.Env[Any, Any], name: str) -> Callable[..., Awaita
 
 
 class Episode(Generic[Client]):
-    """State of one episode; what the loop and custom generate functions share."""
+    """One episode, as the loop plays it or a custom generate function (:mod:`agentrl.rollout.generate_hook`) does.
+
+    Attributes:
+        task: what to attempt.
+        env: the environment; :meth:`reset` and :meth:`step` call it within its time limits.
+        limits: budgets.
+        reward: a generate function sets it, returns it, or lets :meth:`step` add it up.
+        rewards: named parts of the reward of a generate function, for the record.
+        success: whether the task was solved, as a generate function sees it.
+    """
 
     conversation: Dialogue
     """That of the agent whose turn it is."""
@@ -118,7 +129,12 @@ class Episode(Generic[Client]):
         self.env, self.task, self.limits = env, task, limits
         self._client, self._chat, self._params = client, chat, params
         self._trajectory_id = trajectory_id
+        self.reward: float | None = None
+        self.rewards: dict[str, float] = {}
+        self.success: bool | None = None
         self._started = time.monotonic()
+        self.clock = Clock()
+        self._functions = {name: entry_point(env, name) for name in ("reset", "step")}
         self._rewards: dict[str, float] = {}
         self._success: bool | None = None
         self._info: dict[str, Any] = {}
@@ -216,40 +232,43 @@ class Episode(Generic[Client]):
 
     async def play_custom(self, generate: GenerateFunction) -> StopReason:
         """A custom generate function in the place of :meth:`play`."""
-        context = GenerateContext(self)
-        clock = asyncio.timeout(self.limits.timeout_s)
+        playing = attend("the custom generate function", generate, self, movable=False)
         try:
-            async with clock:
-                playing = attend("the custom generate function", generate, context, movable=False)
-                returned = await await_user_code(playing)
-        except TimeoutError:
-            if clock.expired():
-                raise self._out_of_time() from None
-            raise
+            returned = await self.clock.within(self.limits.timeout_s, await_user_code(playing))
+        except OutOfTime:
+            raise self._out_of_time() from None
         if self._end is not None:  # the function caught what ended its episode
             raise self._end
         last = self.conversation.last_turn
         if last is None:
             raise EnvError("the custom generate function returned without sampling; call ctx.generate()")
-        reward = returned if returned is not None else context.reward
+        reward = returned if returned is not None else self.reward
         if reward is not None:
             self._acting.turn_rewards = [reward_number(reward, "the reward of the custom generate function")]
-        self._record({"rewards": context.rewards, "success": context.success})
+        self._record({"rewards": self.rewards, "success": self.success})
         return last.cut_short or StopReason.DONE
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation so far."""
+        return list(self.conversation.messages)
 
     def prompt(
         self,
         messages: Sequence[Message] | str,
-        tools: list[dict[str, Any]] | None,
-        stop: Sequence[str],
+        tools: list[dict[str, Any]] | None = None,
+        stop: Sequence[str] = (),
         *,
         opening: Opening | None = None,
         authored: int | None = None,
     ) -> None:
-        """Open the conversation, as the reset (or ``opening``) says; see :meth:`Conversation.prompt`.
+        """Open the conversation, as the reset (or ``opening``) says; once an episode. See :meth:`Dialogue.prompt`.
 
-        Text is sent as it is, without the chat template; so are the messages of a reset that came with
-        ``info["raw_prompt"]`` (``--no-apply-chat-template``).
+        Args:
+            messages: what the chat template is to render; or text, which is sent as it is, as are the messages of a
+                reset that came with ``info["raw_prompt"]`` (``--no-apply-chat-template``).
+            tools: function schemas for the template.
+            stop: strings at which a turn ends.
         """
         if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
             raise EnvError(f"stop strings are {stop!r:.80}; a list of text is expected, as in ['</search>']")
@@ -269,17 +288,13 @@ class Episode(Generic[Client]):
             raise
 
     async def generate(self) -> Turn:
-        """Sample one turn, within the budgets of turns and wall time."""
+        """Sample one turn, within the budgets of turns and wall time; those, or an engine that fails, end it all."""
         try:
-            left = self._check_budgets()
-            async with asyncio.timeout(left) as clock:
-                return await self.conversation.generate()
+            return await self.clock.within(self._check_budgets(), self.conversation.generate())
         except EpisodeEnd as end:
             self._end = end
             raise
-        except TimeoutError:
-            if not clock.expired():
-                raise
+        except OutOfTime:
             self._end = self._out_of_time()
             raise self._end from None
 
@@ -295,7 +310,7 @@ class Episode(Generic[Client]):
         )
 
     def observe(self, messages: Sequence[Message]) -> None:
-        """Append an observation, if another turn may follow it."""
+        """Append what the policy is to see next, if another turn may follow it; never trained on."""
         try:
             self._check_budgets()
             self.conversation.observe(messages)
@@ -314,7 +329,7 @@ class Episode(Generic[Client]):
         return left
 
     async def reset(self) -> tuple[str, dict[str, Any]]:
-        """Reset the environment to the task."""
+        """Reset the environment to the task: ``(observation, info)``."""
         observation, info = await self._call("reset", seed=self.task.seed, options=dict(self._options))
         self._record(info)
         self._opening = Opening.of(info)
@@ -326,7 +341,7 @@ class Episode(Generic[Client]):
         return observation, info
 
     async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Step the environment and keep what it said."""
+        """Step the environment; reward, calls and success enter the record."""
         acting, before = self._acting, self._acting.env_seconds
         observation, reward, terminated, truncated, info = await self._call("step", action)
         if self.conversation.turns:
@@ -394,7 +409,7 @@ class Episode(Generic[Client]):
                 self._info[key] = value
         if calls := info.get("tool_calls"):
             last = self.conversation.last_turn
-            said = last.parsed.tool_calls if last is not None else []
+            said = last.text.calls if last is not None else []
             for number, call in enumerate(calls):
                 call = {"turn": len(self.conversation.turns), **call}
                 if number < len(said) and call.get("arguments") == said[number].arguments:
@@ -415,11 +430,8 @@ class Episode(Generic[Client]):
         left = self._started + self.limits.timeout_s - started
         seconds = min(self.limits.step_timeout_s, left)
         try:
-            async with asyncio.timeout(max(seconds, 0.001)) as clock:
-                return await await_user_code(entry_point(self.env, name)(*args, **kwargs))
-        except TimeoutError:
-            if not clock.expired():
-                raise  # the environment's own
+            return await self.clock.within(seconds, await_user_code(self._functions[name](*args, **kwargs)))
+        except OutOfTime:
             if name == "step" and seconds == left:
                 self._end = self._out_of_time()
             else:

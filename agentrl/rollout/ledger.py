@@ -84,9 +84,7 @@ class TokenLedger:
     @property
     def ids(self) -> np.ndarray:
         """int32 ``[n]``, read-only: the current segment, which is the next prompt to send."""
-        if not self._segments:
-            raise LedgerError("the ledger has no prompt yet; call start() first")
-        current = self._segments[-1]
+        current = self._current()
         view = current.tokens[: current.length]
         view.flags.writeable = False
         return view
@@ -94,16 +92,6 @@ class TokenLedger:
     def __len__(self) -> int:
         """Tokens in the current segment."""
         return self._segments[-1].length if self._segments else 0
-
-    @property
-    def num_sampled(self) -> int:
-        """Sampled tokens over all segments."""
-        return sum(int(s.mask[: s.length].sum()) for s in self._segments)
-
-    @property
-    def num_segments(self) -> int:
-        """Segments opened so far, the current one included."""
-        return len(self._segments)
 
     def start(self, prompt_ids: np.ndarray) -> None:
         """Open the first segment with the first prompt, int32 ``[n]``, n ≥ 1."""
@@ -147,17 +135,6 @@ class TokenLedger:
     def append_env(self, ids: np.ndarray) -> None:
         """Append text that no policy sampled: observations and template tokens; mask 0."""
         self._current().extend(_checked_ids(ids, "environment"), 0, 0.0, _NO_VERSION)
-
-    def check_prompt(self, prompt_ids: np.ndarray) -> None:
-        """Raise unless ``prompt_ids`` extends the current segment token by token."""
-        ids = self.ids
-        prompt_ids = np.asarray(prompt_ids)
-        if len(prompt_ids) < len(ids):
-            raise LedgerError(f"a prompt of {len(prompt_ids)} tokens cannot extend {len(ids)} tokens")
-        differs = np.flatnonzero(prompt_ids[: len(ids)] != ids)
-        if len(differs):
-            at = int(differs[0])
-            raise LedgerError(f"the prompt leaves the ledger at {at}: {prompt_ids[at]} for {ids[at]}")
 
     def segments(self) -> list[Segment]:
         """The segments that hold sampled ids, cut after the last sampled one.

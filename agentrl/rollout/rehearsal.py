@@ -19,10 +19,10 @@ import numpy as np
 from agentrl.concurrency.threads import run_blocking
 from agentrl.errors import EnvError, describe
 from agentrl.rewards.combine import REHEARSING
-from agentrl.rollout.conversation import EpisodeLimits, Turn
+from agentrl.rollout.conversation import Dialogue, EpisodeLimits, Turn
 from agentrl.rollout.episode import play_episode
 from agentrl.rollout.generate_hook import load_generate_function
-from agentrl.tools.formats import Action, Parser
+from agentrl.tools.formats import Action
 from agentrl.types import Message, SamplingParams, StopReason, Task
 
 log = logging.getLogger(__name__)
@@ -95,40 +95,23 @@ class _Chat:
 
     call_format = "hermes"
 
-    def conversation(self, *, parser: Parser, **_: Any) -> _Conversation:
-        return _Conversation(parser)
+    def conversation(self, *, client: None, **parts: Any) -> _Conversation:
+        return _Conversation(**parts)
 
 
-class _Conversation:
-    """The surface of :class:`~agentrl.rollout.conversation.Conversation`, with a model that says :data:`ANSWER`."""
-
-    def __init__(self, parser: Parser) -> None:
-        self._text = f"<answer>{ANSWER}</answer>" if "answer" in getattr(parser, "names", ()) else ANSWER
-        self._parser = parser
-        self.messages: list[Message] = []
-        self.turns: list[dict[str, Any]] = []
-        self.last_turn: Turn | None = None
-        self.engine_seconds = self.encode_seconds = 0.0
-
-    @property
-    def num_turns(self) -> int:
-        return len(self.turns)
-
-    num_tokens = num_turns
-
-    def segments(self) -> list[Any]:
-        return []
+class _Conversation(Dialogue):
+    """A conversation with a model that says :data:`ANSWER`."""
 
     def prompt(self, messages: Sequence[Message], *_: Any, **__: Any) -> None:
         self.messages = list(messages)
 
     async def generate(self) -> Turn:
-        action = Action(self._text, self._parser)
-        turn = Turn(action, action.parsed, action.parsed.message(), "stop", np.arange(1, 5, dtype=np.int32))
-        self.last_turn = turn
+        text = f"<answer>{ANSWER}</answer>" if "answer" in getattr(self._parser, "names", ()) else ANSWER
+        action = Action(text, self._parser)
+        self.last_turn = Turn(action, action.parsed.message(), "stop", np.arange(1, 5, dtype=np.int32))
         self.turns.append({"finish_reason": "stop"})
-        self.messages = [*self.messages, turn.message]
-        return turn
+        self.messages = [*self.messages, self.last_turn.message]
+        return self.last_turn
 
     def observe(self, messages: Sequence[Message]) -> None:
         self.messages = [*self.messages, *messages]

@@ -54,7 +54,7 @@ class ArgumentReader:
         self._errors = None if adapter is not None else _checker(json.dumps(schema, default=str), tool)
 
     def read(self, arguments: Any) -> dict[str, Any]:
-        """The arguments to call the tool with.
+        """The arguments to call the tool with; nothing in them is part of ``arguments``.
 
         Args:
             arguments: What the model wrote, as JSON values.
@@ -64,21 +64,21 @@ class ArgumentReader:
         """
         if not isinstance(arguments, Mapping):
             raise InvalidArguments("the arguments must be an object")
+        fitted, properties = dict(arguments), self.schema.get("properties", {})
         try:
-            properties, steps = self.schema.get("properties", {}), iter(range(MAX_STEPS))
-            rest = self.schema.get("additionalProperties")
-            fitted = {
-                name: near(value, properties.get(name, rest), self.schema, steps) for name, value in arguments.items()
-            }
-            # Refuses what no tool can be given: NaN and infinity, lone surrogates, what is no JSON.
-            written = json.dumps(fitted, ensure_ascii=False, allow_nan=False).encode()
-            if b"\\u0000" in written and _NULL.search(written):
-                name = next(name for name in fitted if _NULL.search(json.dumps([name, fitted[name]]).encode()))
-                raise InvalidArguments(f"argument {show(name)} contains a null character")
+            if self.adapter is not None:
+                try:  # nearly all arguments are what they are to be
+                    return self.adapter.validator.validate_json(_written(fitted), strict=True)
+                except ValueError:
+                    pass
+            rest, steps = self.schema.get("additionalProperties"), iter(range(MAX_STEPS))
+            for name, value in arguments.items():
+                fitted[name] = near(value, properties.get(name, rest), self.schema, steps)
+            written = _written(fitted)
             if self.adapter is None:
                 self._check(fitted)
-                return fitted
-            return self.adapter.validate_json(written, strict=True)
+                return json.loads(written)
+            return self.adapter.validator.validate_json(written, strict=True)
         except InvalidArguments:
             raise
         except RecursionError:
@@ -99,6 +99,18 @@ class ArgumentReader:
             where = error.json_path.removeprefix("$").removeprefix(".")
             place = f"argument {show(where)}: " if where else ""
             raise InvalidArguments(place + shorten(error.message, 300))
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+
+
+def _written(arguments: dict[str, Any]) -> bytes:
+    """As JSON. Refuses what no tool can be given: NaN, infinity, lone surrogates, null characters, what is no JSON."""
+    written = _encode(arguments).encode()
+    if b"\\u0000" in written and _NULL.search(written):
+        name = next(name for name in arguments if _NULL.search(json.dumps([name, arguments[name]]).encode()))
+        raise InvalidArguments(f"argument {show(name)} contains a null character")
+    return written
 
 
 def _in_words(error: ValidationError, arguments: dict[str, Any], names: Iterable[str]) -> str:

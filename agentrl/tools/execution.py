@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
-import functools
 import inspect
 import json
 import logging
 import math
 import reprlib
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,7 +107,7 @@ async def run_call(call: ToolCall, tools: Mapping[str, Tool], *, timeout: float)
                 f"there is no tool {call.name[:64]!r}; there are: {', '.join(tools) or 'none'}.",
                 ToolErrorType.UNKNOWN_TOOL,
             )
-        arguments = unshared(tool.read_arguments(call.arguments))
+        arguments = tool.read_arguments(call.arguments)
         seconds = tool.timeout if tool.timeout is not None else timeout
         result = _as_result(await _call_within(tool, arguments, seconds), tool.name)
     except ToolError as error:
@@ -175,49 +174,55 @@ async def _close(tool: Tool, timeout: float) -> None:
 async def _call_within(tool: Tool, arguments: dict[str, Any], seconds: float) -> Any:
     function = tool.function if isinstance(tool, FunctionTool) else type(tool).__call__  # what its author wrote
     started = None
-    loop = asyncio.get_running_loop()
     if not inspect.iscoroutinefunction(function):
         started = threading.Event()
-        task = loop.create_task(_run_blocking(tool, arguments, started))
+        work = _run_blocking(tool, arguments, started)
     elif ours(function):
-        task = loop.create_task(await_user_code(tool(**arguments)))
+        work = tool(**arguments)
     else:
         owner = None if isinstance(tool, FunctionTool) else tool
-        attended = attend(f"tool {tool.name!r}", tool.__call__, owner=owner, key=function, limit=seconds, **arguments)
-        task = loop.create_task(await_user_code(attended))
-    waiter = loop.create_future()
-    timer = loop.call_later(seconds, _wake, waiter)
-    task.add_done_callback(functools.partial(_wake, waiter))
+        work = attend(f"tool {tool.name!r}", tool.__call__, owner=owner, key=function, limit=seconds, **arguments)
+    loop = asyncio.get_running_loop()
+    answer = loop.create_future()
+    task = loop.create_task(_deliver(work, answer))
+    timer = loop.call_later(seconds, _give_up, answer)
     try:
-        await waiter
-    except asyncio.CancelledError:
-        task.cancel()
-        raise
-    finally:
-        timer.cancel()
-    if not task.done():
-        # Not awaited: code that swallows cancellation must not hold up the episode.
-        task.cancel()
-        task.add_done_callback(_retrieve)
+        return await answer
+    except HeldTooLong:
         if started is not None and not started.is_set():
             raise InfraError(
                 f"no thread was free for tool {tool.name!r} within {seconds:g} s: {MAX_THREADS} blocking calls run "
                 "already. Make slow tools async, give them shorter timeouts, or run fewer episodes at once."
-            )
-        raise ToolError(f"{tool.name} took longer than {seconds:g} s", ToolErrorType.TIMEOUT)
-    if task.cancelled():
-        raise ToolError(f"{tool.name} was cancelled", ToolErrorType.EXECUTION)
-    error = task.exception()
-    if isinstance(error, HeldTooLong):
-        raise ToolError(f"{tool.name} took longer than {seconds:g} s", ToolErrorType.TIMEOUT)
-    if error is not None:
-        raise as_exception(error)
-    return task.result()
+            ) from None
+        raise ToolError(f"{tool.name} took longer than {seconds:g} s", ToolErrorType.TIMEOUT) from None
+    finally:
+        timer.cancel()
+        task.cancel()  # not awaited: code that swallows cancellation must not hold up the episode
 
 
-def _wake(waiter: asyncio.Future[None], _: Any = None) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+async def _deliver(work: Awaitable[Any], answer: asyncio.Future[Any]) -> None:
+    """Awaits code of others and hands on what comes of it, unless nobody waits for it any more."""
+    value: Any = None
+    error: BaseException | None = None
+    try:
+        value = await work
+    except asyncio.CancelledError:
+        error = RuntimeError("the called code cancelled its own work")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as raised:
+        error = as_exception(raised)
+    if answer.done():
+        return
+    if error is None:
+        answer.set_result(value)
+    else:
+        answer.set_exception(error)
+
+
+def _give_up(answer: asyncio.Future[Any]) -> None:
+    if not answer.done():
+        answer.set_exception(HeldTooLong())
 
 
 async def _run_blocking(tool: Tool, arguments: dict[str, Any], started: threading.Event) -> Any:
@@ -241,11 +246,6 @@ def _has_own_thread(tool: Tool) -> bool:
     if inspect.iscoroutinefunction(type(tool).__call__):
         return False
     return not tool.shared and (not tool.runs_in_parallel or type(tool).start is not Tool.start)
-
-
-def _retrieve(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled():
-        task.exception()
 
 
 def _as_result(value: Any, name: str) -> ToolResult:

@@ -58,7 +58,6 @@ def test_a_segment_without_sampled_ids_is_not_trained():
     assert [s.tokens.tolist() for s in ledger.segments()] == [[1, 10]]
     ledger.append_sampled(sampled(11))
     assert [s.loss_mask.tolist() for s in ledger.segments()] == [[0, 1], [0, 0, 0, 1]]
-    assert ledger.num_sampled == 2
 
 
 @pytest.mark.parametrize(
@@ -95,16 +94,6 @@ def test_order_of_calls():
         ledger.start(ids(1))
 
 
-def test_prefix_check_names_the_place():
-    ledger = TokenLedger()
-    ledger.start(ids(1, 2, 3))
-    ledger.check_prompt(ids(1, 2, 3, 4))
-    with pytest.raises(LedgerError, match="at 1: 9 for 2"):
-        ledger.check_prompt(ids(1, 9, 3))
-    with pytest.raises(LedgerError, match="cannot extend"):
-        ledger.check_prompt(ids(1, 2))
-
-
 def test_ids_cannot_be_written_through():
     ledger = TokenLedger()
     ledger.start(ids(1, 2))
@@ -134,7 +123,7 @@ def test_invariants_hold_for_any_history(prompt, events):
             ledger.append_env(ids(*values))
         assert ledger.ids.tolist() == before + values
     segments = ledger.segments()
-    assert ledger.num_sampled == total == sum(s.num_sampled for s in segments)
+    assert total == sum(s.num_sampled for s in segments)
     trained = [t for s in segments for t in s.tokens[s.loss_mask == 1].tolist()]
     assert trained == expected
     for s in segments:

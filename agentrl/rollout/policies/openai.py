@@ -31,12 +31,12 @@ from agentrl.chat_api.reply import Reply, ServerCall
 from agentrl.config.schema import EvalConfig
 from agentrl.config.template import template_variables
 from agentrl.errors import ConfigError, EngineError
-from agentrl.rollout.conversation import EpisodeEnd, EpisodeLimits, Turn
+from agentrl.rollout.conversation import Dialogue, EpisodeEnd, Turn
 from agentrl.rollout.sampling import for_turn
 from agentrl.rollout.template.rendering import INLINE
 from agentrl.tools.formats import Action, HermesParser, Parsed, Parser, clean_text
 from agentrl.tools.formats.strict_json import Malformed, read_json
-from agentrl.types import Message, SamplingParams, Segment, StopReason
+from agentrl.types import Message, StopReason
 
 __all__ = ["ChatConversation", "OpenAIClient", "ServerChat", "open_server", "served_model"]
 
@@ -98,17 +98,8 @@ class ServerChat:
         self.seed = seed
         self.variables = dict(variables or {})
 
-    def conversation(
-        self,
-        *,
-        client: OpenAIClient,
-        parser: Parser,
-        params: SamplingParams,
-        limits: EpisodeLimits,
-        routing_key: str,
-        name: str,
-    ) -> ChatConversation:
-        """The policy's side of one episode, see :class:`~agentrl.rollout.conversation.Conversation`.
+    def conversation(self, *, client: OpenAIClient, parser: Parser, **parts: Any) -> ChatConversation:
+        """The policy's side of one episode; ``parts`` are those of :class:`~agentrl.rollout.conversation.Dialogue`.
 
         Raises:
             ConfigError: the environment insists on a model family's own call format.
@@ -118,62 +109,28 @@ class ServerChat:
                 f"call format {parser.name!r}: a server reads its model's calls itself, and they reach the environment "
                 f"as {CALL_FORMAT!r}; leave the environment's call_format at 'auto'"
             )
-        return ChatConversation(
-            client, parser, params, limits, routing_key=routing_key, name=name, seed=self.seed, variables=self.variables
-        )
+        return ChatConversation(seed=self.seed, template=self.variables, client=client, parser=parser, **parts)
 
 
-class ChatConversation:
-    """One episode's conversation with a chat server: the surface of
-    :class:`~agentrl.rollout.conversation.Conversation`, without tokens.
+class ChatConversation(Dialogue):
+    """A conversation of messages with a chat server: no tokens. Counts are the server's, estimated where it gives none.
 
-    Attributes:
-        messages: the record, with calls as objects.
-        turns: per turn: token counts as the server reports them (estimated where it does not), seconds, finish
-            reason.
+    Args:
+        seed: of sampling.
+        template: variables of the server's chat template.
+        parts: those of :class:`~agentrl.rollout.conversation.Dialogue`.
     """
 
     def __init__(
-        self,
-        client: OpenAIClient,
-        parser: Parser,
-        params: SamplingParams,
-        limits: EpisodeLimits,
-        *,
-        routing_key: str,
-        name: str,
-        seed: int = 0,
-        variables: Mapping[str, Any] | None = None,
+        self, *, client: OpenAIClient, seed: int = 0, template: Mapping[str, Any] | None = None, **parts: Any
     ) -> None:
-        self.messages: list[Message] = []
-        self.turns: list[dict[str, Any]] = []
-        self.engine_seconds = 0.0
-        self.encode_seconds = 0.0
-        self.last_turn: Turn | None = None
-        self._client, self._parser, self._params, self._limits = client, parser, params, limits
-        self._routing_key, self._name, self._seed = routing_key, name, seed
-        self._variables: dict[str, Any] = dict(variables or {})  # of the server's chat template
+        super().__init__(**parts)
+        self._client, self._seed = client, seed
+        self._variables: dict[str, Any] = dict(template or {})
         self._history: list[dict[str, Any]] = []  # as it goes to the server
-        self._tools: list[dict[str, Any]] | None = None
-        self._stop: tuple[str, ...] = ()
-        self._used = 0
-        self._observed = 0
+        self._used = 0  # tokens the conversation has, about; see the module's description
         self._ids: dict[str, str] = {}  # the parser's id of each call of the last turn -> the history's
         self._awaiting = False  # a turn was sampled that no observation followed yet
-
-    @property
-    def num_turns(self) -> int:
-        """Turns sampled so far."""
-        return len(self.turns)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens the conversation has, about; see the module's description."""
-        return self._used
-
-    def segments(self) -> list[Segment]:
-        """Nothing: tokens stay with the server."""
-        return []
 
     def prompt(
         self,
@@ -185,11 +142,6 @@ class ChatConversation:
         variables: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Open the conversation. The server's template gets ``variables``, and reads control tokens wherever they are.
-
-        Raises:
-            ConfigError: the prompt is to be sent without chat template, or holds a role that no server knows.
-        """
         if raw is not None:
             raise ConfigError(
                 "--no-apply-chat-template: a chat server applies its own template to every prompt; "
@@ -201,12 +153,6 @@ class ChatConversation:
         self._variables = {**self._variables, **(variables or {})}
 
     async def generate(self) -> Turn:
-        """Sample one turn.
-
-        Raises:
-            EpisodeEnd: ENGINE_ERROR, the context is full, or (ENV_ERROR) the first prompt does not fit.
-            ConfigError: the server will refuse every request.
-        """
         room = self._limits.max_context_len - self._used
         if room < 1:
             raise EpisodeEnd(StopReason.MAX_CONTEXT)
@@ -243,7 +189,7 @@ class ChatConversation:
         cut_short = None
         if reply.finish_reason == "length":
             cut_short = StopReason.MAX_CONTEXT if budget == room else StopReason.MAX_TOKENS
-        turn = Turn(text, parsed, self.messages[-1], reply.finish_reason, _NO_TOKENS, cut_short)
+        turn = Turn(text, self.messages[-1], reply.finish_reason, _NO_TOKENS, cut_short)
         self.last_turn, self._awaiting = turn, True
         prompt_tokens, sampled = reply.prompt_tokens, reply.output_tokens
         if prompt_tokens is None:
@@ -303,12 +249,6 @@ class ChatConversation:
             )
 
     def observe(self, messages: Sequence[Message]) -> None:
-        """Append an observation and open the next turn.
-
-        Raises:
-            EpisodeEnd: it does not fit into the context or the tool-output budget.
-            ConfigError: it holds a role that no server knows.
-        """
         if not self._awaiting:
             raise ConfigError("observe() before generate(): give the first messages to prompt()")
         _refuse_inline(messages)

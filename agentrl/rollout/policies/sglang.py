@@ -238,7 +238,7 @@ def _parse(content: bytes, prompt_tokens: int, max_new_tokens: int, started: flo
         finish = meta["finish_reason"]
         output = answer["output_ids"]
         triples = meta["output_token_logprobs"]
-        values, ids = list(zip(*triples, strict=True))[:2] if triples else ((), ())
+        values, ids, *_ = zip(*triples, strict=True) if triples else ((), ())
         tokens = np.array(output, np.int32)
         # null (orjson's and SGLang's way to write NaN) becomes NaN.
         logprobs = np.array(values, np.float32)

@@ -241,9 +241,8 @@ class ChatTemplate:
         end = self._end_of_text(sampled)
         said = self.encoder.decode(sampled[:end]) if said is None else said
         shape = self._planner.shape(prev_assistant, said, sealed, bool(tools), earlier, system)
-        calls = prev_assistant.get("tool_calls")
-        called = [self.encoder.seal(call["function"]["name"]) for call in calls] if calls else ()
-        suffix = self._planner.suffix(shape, sealed, called)
+        calls = prev_assistant.get("tool_calls") or ()
+        suffix = self._planner.suffix(shape, sealed, (self.encoder.seal(call["function"]["name"]) for call in calls))
         if suffix is None:
             return None
         ids = self.encoder.encode_after_control(suffix)

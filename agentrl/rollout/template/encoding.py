@@ -165,10 +165,10 @@ class ProvenanceTokenizer:
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """The text of ``ids``, control tokens included."""
-        listed: list[int] = np.asarray(ids).tolist()
+        ids = np.asarray(ids, np.int32)
         if self._decoder is not None:
-            return self._decoder.decode(listed)
-        return self._reader.decode(listed, skip_special_tokens=False)
+            return self._decoder.decode(ids)
+        return self._reader.decode(ids.tolist(), skip_special_tokens=False)
 
     @property
     def vocab_size(self) -> int:

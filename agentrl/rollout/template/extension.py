@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class Earlier(NamedTuple):
         for message in answers[1:]:
             if message["role"] != roles[-1]:
                 roles += (message["role"],)
-        return cls(_has(assistant, "reasoning_content"), _has(assistant, "content"), roles)
+        return cls(*_said(assistant), roles)
 
 
 class Shape(NamedTuple):
@@ -56,8 +56,9 @@ class Shape(NamedTuple):
     system: bool = False
 
 
-def _has(message: Mapping[str, Any], field: str) -> bool:
-    return bool((message.get(field) or "").strip())
+def _said(message: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether a message has reasoning, and whether it has content."""
+    return bool((message.get("reasoning_content") or "").strip()), bool((message.get("content") or "").strip())
 
 
 @dataclass(frozen=True)
@@ -103,17 +104,9 @@ class ExtensionPlanner:
         kept, _ = self.markup(content) if lead and content else ((), ())
         if kept and lead[-len(kept) :] == kept:
             lead = lead[: -len(kept)]
-        return Shape(
-            reasoning=_has(assistant, "reasoning_content"),
-            content=bool(content.strip()),
-            calls=calls,
-            markup=(() if calls else lead, tags),
-            roles=tuple([m["role"] for m in new_messages]),
-            fields=tuple([("content" in m, "name" in m, "tool_call_id" in m) for m in new_messages]),
-            tools=tools,
-            earlier=earlier,
-            system=system,
-        )
+        roles = tuple([m["role"] for m in new_messages])
+        fields = tuple([("content" in m, "name" in m, "tool_call_id" in m) for m in new_messages])
+        return Shape(*_said(assistant), calls, (() if calls else lead, tags), roles, fields, tools, earlier, system)
 
     def markup(self, text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The control tokens that a turn begins with, and the tags around what it thinks, empty blocks too."""
@@ -123,20 +116,12 @@ class ExtensionPlanner:
             at = match.end()
         return tuple(lead), tuple(self._tag.findall(text))
 
-    def suffix(self, shape: Shape, new_messages: Sequence[dict[str, Any]], called: Sequence[str] = ()) -> str | None:
+    def suffix(self, shape: Shape, new_messages: Sequence[dict[str, Any]], called: Iterable[str] = ()) -> str | None:
         """Rendered text from the end-of-turn token on (or from the end of the sampled text, where the
         template has none), up to the opening of the next assistant turn. None: the template cannot extend.
 
         ``called`` are the names of the tools that the turn called: some templates write them over the results.
         """
-        suffix = self._suffix(shape, new_messages)
-        for i, name in enumerate(called):
-            mark = self._marks.tool(i)
-            if suffix is not None and mark in suffix:
-                suffix = suffix.replace(mark, name) if _PLAIN_WORD.match(name) else None
-        return suffix
-
-    def _suffix(self, shape: Shape, new_messages: Sequence[dict[str, Any]]) -> str | None:
         plan = self._plans.get(shape)
         if plan is None:
             if len(self._plans) >= _MAX_PLANS:
@@ -145,9 +130,20 @@ class ExtensionPlanner:
         if not plan.extends:
             return None
         if plan.parts is not None and _fits(plan, new_messages):
-            return "".join([p if isinstance(p, str) else new_messages[p[0]][p[1]] for p in plan.parts])
-        found = self._try_suffix(shape, list(new_messages))
-        return found[1] if found else None
+            suffix = "".join([p if isinstance(p, str) else new_messages[p[0]][p[1]] for p in plan.parts])
+        else:
+            found = self._try_suffix(shape, list(new_messages))
+            if found is None:
+                return None
+            suffix = found[1]
+        if self._marks.tool_mark in suffix:
+            for i, name in enumerate(called):
+                mark = self._marks.tool(i)
+                if mark in suffix:
+                    if not _PLAIN_WORD.match(name):
+                        return None
+                    suffix = suffix.replace(mark, name)
+        return suffix
 
     def _make_plan(self, shape: Shape) -> _Plan:
         marks = self._marks
@@ -235,6 +231,7 @@ class _Marks:
         self.reasoning = f"{nonce}why"
         self.content = f"{nonce}say"
         self.tools_text = f"{nonce}tools"
+        self.tool_mark = f"{nonce}tool"
         self.system = f"{nonce}system"
         self.early = f"{nonce}early"
         self.said_before = (self.tools_text, self.system, self.user, self.early, self.reasoning, self.content)
@@ -258,7 +255,7 @@ class _Marks:
 
     def tool(self, i: int) -> str:
         """The name of the tool that call ``i`` calls."""
-        return f"{self._nonce}tool{i:02d}"
+        return f"{self.tool_mark}{i:02d}"
 
     def call(self, i: int, call_id: str | None = None) -> dict[str, Any]:
         function = {"name": self.tool(i), "arguments": {"argument": f"{self._nonce}arg{i:02d}"}}

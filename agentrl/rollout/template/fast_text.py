@@ -65,18 +65,20 @@ class WordEncoder:
 
     def encode(self, text: str) -> list[int] | None:
         """Ids of ``text``, which contains no added token; None when the tokenizer itself must do it."""
-        if _CONTROL_CHARACTER.search(text):
-            return None
-        if self._form is not None and not text.isascii():
-            text = unicodedata.normalize(self._form, text)  # type: ignore[arg-type]
+        if text.isascii() and not ("  " in text or "\n " in text or "\t " in text or "\0" in text):
+            runs = text.replace(" ", "\0 ").split("\0")  # what _RUN finds where every space follows something else
+        elif self._form is None:
+            runs = _RUN.findall(text)
+        else:
+            runs = _RUN.findall(unicodedata.normalize(self._form, text))  # type: ignore[arg-type]
         try:
-            return list(chain.from_iterable(map(self._runs.__getitem__, _RUN.findall(text))))
+            return list(chain.from_iterable(map(self._runs.__getitem__, runs)))
         except KeyError:
             return None
 
 
 class _Runs(dict[str, list[int]]):
-    """Ids of each run of text; a long one is cut anew each time. KeyError: the expression passes over some of it."""
+    """Ids of each run of text; a long one is cut anew each time. KeyError: the tokenizer itself must cut it."""
 
     def __init__(self, model: Any, pattern: str) -> None:
         import regex  # what transformers itself splits words with
@@ -88,7 +90,7 @@ class _Runs(dict[str, list[int]]):
 
     def __missing__(self, run: str) -> list[int]:
         found = (self._split_ascii if run.isascii() else self._split).findall(run)
-        if len("".join(found)) != len(run):
+        if _CONTROL_CHARACTER.search(run) or len("".join(found)) != len(run):
             raise KeyError(run)  # what the expression passed over is not a word of its own
         ids: list[int] = []
         for word in found:
@@ -112,37 +114,34 @@ class ByteDecoder:
     """Text of ids through a table from id to bytes, filled as ids occur. Make it with :meth:`of`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._bytes = _Spelled(tokenizer)
+        self._text_of = tokenizer.id_to_token
+        self._to_byte = {letter: byte for byte, letter in byte_alphabet().items()}
+        self._bytes = np.full(tokenizer.get_vocab_size(with_added_tokens=True), None, object)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ByteDecoder | None:
         """For ``tokenizer``; None when its decoder is not the byte-level one."""
         if described(tokenizer.decoder).get("type") != "ByteLevel":
             return None
-        decoder, size = cls(tokenizer), tokenizer.get_vocab_size(with_added_tokens=True)
-        rng = np.random.default_rng(0)
-        tries = [rng.integers(0, size, 200).tolist() for _ in range(20)] if size else []
-        return (
-            decoder if all(decoder.decode(t) == tokenizer.decode(t, skip_special_tokens=False) for t in tries) else None
-        )
+        decoder, rng = cls(tokenizer), np.random.default_rng(0)
+        tries = [rng.integers(0, len(decoder._bytes), 200) for _ in range(20)] if len(decoder._bytes) else []
+        same = [decoder.decode(t) == tokenizer.decode(t.tolist(), skip_special_tokens=False) for t in tries]
+        return decoder if all(same) else None
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: np.ndarray) -> str:
         """Text of ``ids``; bytes that are not UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
-        return b"".join(map(self._bytes.__getitem__, ids)).decode("utf-8", "replace")
+        try:
+            said = b"".join(self._bytes[ids].tolist())
+        except (TypeError, IndexError):  # an id that never occurred, or is in no vocabulary
+            said = b"".join(map(self._learn, ids.tolist()))
+        return said.decode("utf-8", "replace")
 
-
-class _Spelled(dict[int, bytes]):
-    """Bytes of each id."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__()
-        self._text_of = tokenizer.id_to_token
-        self._to_byte = {letter: byte for byte, letter in byte_alphabet().items()}
-
-    def __missing__(self, index: int) -> bytes:
+    def _learn(self, index: int) -> bytes:
         token, to_byte = self._text_of(index) or "", self._to_byte
         spelled = all(letter in to_byte for letter in token)
-        value = self[index] = bytes([to_byte[letter] for letter in token]) if spelled else token.encode()
+        value = bytes([to_byte[letter] for letter in token]) if spelled else token.encode()
+        if index < len(self._bytes):
+            self._bytes[index] = value
         return value
 
 

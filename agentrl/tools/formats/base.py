@@ -18,20 +18,24 @@ _OPEN, _CLOSE = "<think>", "</think>"
 _CALL_IDS = [f"call_{number}" for number in range(2 * MAX_CALLS)]  # shared by all trajectories that are held
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Parsed:
     """One model turn, taken apart.
 
     ``content`` is the text outside reasoning and well-formed calls, ``tool_calls`` the calls in order
-    (a malformed one has ``error`` set), ``errors`` what was wrong, in words. In a format that is not
-    ``structured`` the calls are part of the content, and the chat template knows nothing of them.
+    (a malformed one has ``error`` set). In a format that is not ``structured`` the calls are part of the content,
+    and the chat template knows nothing of them.
     """
 
     content: str
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
     structured: bool = True
+
+    @property
+    def errors(self) -> list[str]:
+        """What was wrong with calls, in words."""
+        return [call.error for call in self.tool_calls if call.error is not None]
 
     def message(self) -> Message:
         """The turn as an assistant message, as chat templates take it."""
@@ -111,7 +115,7 @@ class Parser(ABC):
 
     def read(self, text: str) -> Parsed:
         """The parse that ``text`` carries, where it is an :class:`Action` of this format; else :meth:`parse`'s."""
-        if isinstance(text, Action) and self.reads_as(text.parser):
+        if isinstance(text, Action) and (text.parser is self or self.reads_as(text.parser)):
             return text.parsed
         return self.parse(text)
 
@@ -144,7 +148,8 @@ class Parser(ABC):
             openings: Opening tag of a call to its name.
             bare: What a call without opening tag starts with, at the start of what is said.
         """
-        text = clean_text(text)
+        if not text.isascii():
+            text = clean_text(text)
         pattern = _any_of((_OPEN, _CLOSE, *openings))
         content: list[str] = []
         thoughts: list[str] = []
@@ -184,8 +189,7 @@ class Parser(ABC):
         if head:
             thoughts.insert(0, text[:head].replace(_OPEN, "").replace(_CLOSE, ""))
         reasoning = "\n".join([part.strip() for part in thoughts]).strip() if thoughts else ""
-        errors = [c.error for c in calls if c.error is not None]
-        return Parsed("".join(content).strip(), reasoning, calls, errors, self.structured)
+        return Parsed("".join(content).strip(), reasoning, calls, self.structured)
 
     def _noted(
         self, read: Read, text: str, start: int, content: list[str], calls: list[ToolCall]

@@ -62,10 +62,10 @@ class FramedParser(Parser):
             if stray is None:
                 return parsed
             error = f"{stray} without a call: a call begins with {self.opening}"
-            return Parsed(content, parsed.reasoning, [ToolCall("", {}, self.call_id(0), error)], [error])
+            return Parsed(content, parsed.reasoning, [ToolCall("", {}, self.call_id(0), error)])
         for token in self.section or ():
             content = content.replace(token, "")
-        return Parsed(content.strip(), parsed.reasoning, parsed.tool_calls, parsed.errors)
+        return Parsed(content.strip(), parsed.reasoning, parsed.tool_calls)
 
     def _look_around(self, text: str, start: int, close: int) -> None:
         if close < 0:

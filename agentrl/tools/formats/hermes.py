@@ -18,7 +18,7 @@ class HermesParser(Parser):
         parsed = self._scan(text, {self.OPEN: ""})
         if not parsed.tool_calls and self.CLOSE in parsed.content:
             error = f"{self.CLOSE} without {self.OPEN}"
-            return Parsed(parsed.content, parsed.reasoning, [ToolCall("", {}, self.call_id(0), error)], [error])
+            return Parsed(parsed.content, parsed.reasoning, [ToolCall("", {}, self.call_id(0), error)])
         return parsed
 
     def _read_calls(self, text: str, start: int, name: str, number: int) -> Read:

@@ -50,8 +50,7 @@ class PythonicParser(Parser):
         if not all(call.name for call in read[0]):
             return parsed
         calls, _ = self._noted(read, parsed.content, found.start(), words, [])
-        errors = [call.error for call in calls if call.error is not None]
-        return Parsed("".join(words).strip(), parsed.reasoning, calls, errors)
+        return Parsed("".join(words).strip(), parsed.reasoning, calls)
 
     def _read_calls(self, text: str, start: int, name: str, number: int) -> Read:
         end = text.rfind("]", start) + 1

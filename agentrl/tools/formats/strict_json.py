@@ -59,7 +59,8 @@ def read_json(text: str, start: int = 0) -> tuple[Any, int]:
         Malformed: no JSON there; a duplicate key; NaN, an infinity or a number too large for a float.
     """
     try:
-        return _DECODER.raw_decode(text, skip_space(text, start))
+        space = _SPACE.match(text, start)
+        return _DECODER.raw_decode(text, space.end() if space else start)
     except json.JSONDecodeError as problem:
         raise Malformed(f"not valid JSON: {problem.msg}") from None
     except RecursionError:
@@ -83,7 +84,10 @@ def read_arguments(value: Any, key: str = "arguments") -> dict[str, Any]:
             raise Malformed(f'"{key}" is not valid JSON: Extra data')
     if not isinstance(value, dict):
         raise Malformed(f'"{key}" must be a JSON object, got {kind(value)}')
-    return _cleaned(value, key)
+    for name, given in value.items():
+        if type(given) in (dict, list) or not name.isascii() or (type(given) is str and not given.isascii()):
+            return _cleaned(value, key)
+    return value
 
 
 def read_name(value: dict[str, Any]) -> str:
@@ -100,7 +104,7 @@ def read_name(value: dict[str, Any]) -> str:
 
 def short_name(name: str) -> str:
     """A tool's name as a model wrote it, in a bounded length."""
-    return sys.intern(clean_text(name)[:128])
+    return sys.intern((name if name.isascii() else clean_text(name))[:128])
 
 
 def kind(value: Any) -> str:

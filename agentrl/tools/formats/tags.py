@@ -29,7 +29,7 @@ class TagParser(Parser):
         if stray is None:
             return parsed
         error = f"{stray} without <{stray[2:]}"
-        return Parsed(parsed.content, parsed.reasoning, [ToolCall("", {}, self.call_id(0), error)], [error], False)
+        return Parsed(parsed.content, parsed.reasoning, [ToolCall("", {}, self.call_id(0), error)], False)
 
     def _read_calls(self, text: str, start: int, name: str, number: int) -> Read:
         call_id, close = self.call_id(number), text.find(f"</{name}>", start)
