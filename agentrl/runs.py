@@ -125,6 +125,8 @@ def train(*, progress: bool = True, **options: Any) -> Run:
     """
     from agentrl.config.schema import Config
 
+    if options.get("dry_run"):
+        raise ConfigError("dry_run makes no run that could be returned: use the command, agentrl train --dry-run.")
     return Run(run_command("train", Config, options, progress))
 
 

@@ -257,6 +257,14 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StartOptions:
+    """Before the start"""
+
+    dry_run: bool = False
+    """Make every check that a start makes, print placement, batch arithmetic, memory and paths, and start nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoopOptions:
     """Training loop and batch"""
 
@@ -605,6 +613,7 @@ class Config(
     OptionSet,
     MegatronPassedOn,
     PassedOn,
+    StartOptions,
     RunOptions,
     SeedOptions,
     TrackingOptions,

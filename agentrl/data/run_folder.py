@@ -107,17 +107,17 @@ class RunDir(Generic[AnyConfig]):
     @classmethod
     def reserve(cls, config: AnyConfig, *, base: Path | str = "runs") -> RunDir[AnyConfig]:
         """As :meth:`create`, but the folder is no run yet: :meth:`note_start` makes it one."""
-        if config.output_dir is not None:
-            path = Path(config.output_dir).absolute()
-            if (path / "config.json").exists() or (path / "trajectories.jsonl").exists():
-                raise ConfigError(
-                    f"--output-dir {config.output_dir} holds a run already. Continue it with --load "
-                    f"{config.output_dir}, or choose another folder."
-                )
-            with storage_errors(path):
-                path.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
-        else:
-            path = _new_folder(Path(base).absolute(), config)
+        path = new_folder(config, base)
+        with storage_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            while True:
+                try:
+                    path.mkdir(mode=PRIVATE, exist_ok=config.output_dir is not None)
+                    break
+                except FileExistsError:  # another run took this number just now
+                    if config.output_dir is not None:  # a file
+                        raise
+                    path = new_folder(config, base)
         return cls(path, config.replace(output_dir=str(path)))
 
     @classmethod
@@ -337,18 +337,24 @@ def _of_evaluation(line: Mapping[str, Any]) -> bool:
     return any(name.startswith("eval/") for name in line)
 
 
-def _new_folder(base: Path, config: Config | EvalConfig) -> Path:
-    """Make ``<base>/<env>-<date>-<n>`` with the first free n."""
+def new_folder(config: Config | EvalConfig, base: Path | str = "runs") -> Path:
+    """The folder that a new run makes: ``config.output_dir``, or ``<base>/<env>-<date>-<n>`` with the first free n.
+
+    Raises:
+        ConfigError: ``config.output_dir`` holds a run already.
+    """
+    if config.output_dir is not None:
+        path = Path(config.output_dir).absolute()
+        if (path / "config.json").exists() or (path / "trajectories.jsonl").exists():
+            raise ConfigError(
+                f"--output-dir {config.output_dir} holds a run already. Continue it with --load "
+                f"{config.output_dir}, or choose another folder."
+            )
+        return path
     # Without an environment or task file of its own, an evaluation is of held-out files alone.
     environments = (config.env,) if isinstance(config.env, str) else config.env
     label = "-".join(env_label(spec) for spec in environments if spec)
     label = label or env_label(Path(config.prompt_data or config.eval_prompt_data[0][1]).stem)
     kind = "" if hasattr(config, "num_rollout") else "eval-"
-    with storage_errors(base):
-        base.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(1):
-            path = base / f"{kind}{label}-{time.strftime('%Y%m%d')}-{number}"
-            with contextlib.suppress(FileExistsError):
-                path.mkdir(mode=PRIVATE)
-                break
-    return path
+    names = (f"{kind}{label}-{time.strftime('%Y%m%d')}-{number}" for number in itertools.count(1))
+    return next(path for name in names if not (path := Path(base).absolute() / name).exists())

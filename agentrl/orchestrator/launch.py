@@ -71,10 +71,7 @@ def train(cfg: Config) -> int:
         AgentRLError: with one message for a person; processes and temporary folders are gone by then.
         KeyboardInterrupt: after the same cleaning up.
     """
-    cfg = with_absolute_paths(cfg)
-    check_nodes(cfg.actor_num_nodes)
-    load_algorithm(cfg.section(AlgorithmOptions)).check(cfg.n_samples_per_prompt)
-    check_environment(cfg)
+    cfg = checked(cfg)
     if cfg.deterministic:
         # Of the processes to come: an environment may go through a set of strings.
         os.environ.setdefault("PYTHONHASHSEED", "0")
@@ -127,37 +124,56 @@ def start_engines_ahead(cfg: Config, run: RunDir) -> contextlib.AbstractContextM
     )
 
 
+def checked(cfg: Config) -> Config:
+    """``cfg`` with absolute paths, after all that can be checked before there is a folder. Raises AgentRLError."""
+    cfg = with_absolute_paths(cfg)
+    check_nodes(cfg.actor_num_nodes)
+    load_algorithm(cfg.section(AlgorithmOptions)).check(cfg.n_samples_per_prompt)
+    check_environment(cfg)
+    return cfg
+
+
+def find_start(cfg: Config, stack: contextlib.ExitStack) -> tuple[RunDir | None, Checkpoint | None]:
+    """The folder of a run that goes on, held until ``stack`` ends (None: a new one), and the checkpoint it starts from.
+
+    Nothing is changed.
+
+    Raises:
+        ConfigError: nothing is left to do, or a folder is of another run.
+        CheckpointError: there is no checkpoint to go on from.
+        StorageError: another process has the folder.
+    """
+    owner = run_folder_of(cfg.load) if cfg.load else None
+    if owner and cfg.output_dir is not None and owner.resolve() == Path(cfg.output_dir).resolve():
+        check_targets(cfg, run=owner)
+        run = stack.enter_context(RunDir.resume(cfg))  # before the checkpoint is chosen: nobody else adds one now
+        source = find_checkpoint(cfg, run, owner)
+        refuse_when_done(cfg, run, source)
+        return run, source
+    source = CheckpointStore.open_run(cfg.load) if cfg.load else None
+    check_targets(cfg, run=Path(cfg.output_dir) if cfg.output_dir else None)
+    refuse_when_done(cfg, None, source)
+    return None, source
+
+
 def open_run(cfg: Config, stack: contextlib.ExitStack) -> tuple[RunDir, Checkpoint | None]:
     """The run's folder, held until ``stack`` ends, and the checkpoint it goes on from, which is its own.
 
     Nothing of a run that goes on is changed here but ``config.json`` and ``run.json``; nothing at all where it cannot.
 
     Raises:
-        ConfigError: nothing is left to do, or a folder is of another run.
-        CheckpointError: there is no checkpoint to go on from.
-        StorageError: another process has the folder, or it cannot be written.
+        AgentRLError: as :func:`find_start`; or the folder cannot be written.
     """
-    owner = run_folder_of(cfg.load) if cfg.load else None
-    goes_on = owner is not None and cfg.output_dir is not None and owner.resolve() == Path(cfg.output_dir).resolve()
-    facts: dict[str, Any] = {}
-    if goes_on and owner:
-        check_targets(cfg, run=owner)
-        run = stack.enter_context(RunDir.resume(cfg))  # before the checkpoint is chosen: nobody else adds one now
-        source = find_checkpoint(cfg, run, owner)
-    else:
-        source = CheckpointStore.open_run(cfg.load) if cfg.load else None
-        check_targets(cfg, run=Path(cfg.output_dir) if cfg.output_dir else None)
-        refuse_when_done(cfg, None, source)
-        run = stack.enter_context(RunDir.reserve(cfg))
+    found, source = find_start(cfg, stack)
+    run = found or stack.enter_context(RunDir.reserve(cfg))
     store = CheckpointStore(run.checkpoints)
     stack.enter_context(store.held_by(run.path))
-    if goes_on:
-        refuse_when_done(cfg, run, source)
+    facts: dict[str, Any] = {}
     for attempt in range(ADOPTIONS):
         if source is None or source.path.parent.resolve() == store.root.resolve():
             break
         try:
-            facts = {} if goes_on else {"forked_from": {"checkpoint": str(source.path), "step": source.step}}
+            facts = {} if found else {"forked_from": {"checkpoint": str(source.path), "step": source.step}}
             source = store.adopt(source)
         except CheckpointError:  # its run goes on, and removed it
             source = CheckpointStore.open_run(str(cfg.load))
@@ -263,6 +279,16 @@ def check_environment(cfg: Config) -> None:
             )
 
 
+def weights_place(cfg: Config, run: Path) -> Path | None:
+    """The folder below which versions of the weights are published; None: the system's for temporary files."""
+    shared_memory = Path("/dev/shm")
+    if cfg.weight_snapshot_dir:
+        return Path(cfg.weight_snapshot_dir)
+    if cfg.weight_sync_transport == "disk":
+        return run
+    return shared_memory if shared_memory.is_dir() else None
+
+
 @contextlib.contextmanager
 def weights_folder(cfg: Config, run: RunDir, warden: Warden) -> Iterator[str]:
     """Where versions of the weights are published: shared memory if nothing else was asked for. Goes with the run.
@@ -270,12 +296,7 @@ def weights_folder(cfg: Config, run: RunDir, warden: Warden) -> Iterator[str]:
     Raises:
         StorageError: there can be no such folder.
     """
-    shared_memory = Path("/dev/shm")
-    base = Path(cfg.weight_snapshot_dir) if cfg.weight_snapshot_dir else None
-    if base is None and cfg.weight_sync_transport == "disk":
-        base = run.path
-    if base is None and shared_memory.is_dir():
-        base = shared_memory
+    base = weights_place(cfg, run.path)
     with storage_errors(base or "a temporary folder"):
         if base is not None:
             base.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -43,6 +43,9 @@ from agentrl.tasks.source import TaskSource
 from agentrl.types import Group, Trajectory
 from agentrl.weights.snapshot import Snapshot
 
+if TYPE_CHECKING:
+    from agentrl.rollout.template.chat import ChatTemplate
+
 log = logging.getLogger(__name__)
 
 SHARED = 0.4
@@ -60,6 +63,19 @@ class Generated(NamedTuple):
     """What was lost, in a sentence."""
     dropped: str | None = None
     """Which tasks were dropped, in another."""
+
+
+def open_template(cfg: Config, model_dir: str) -> tuple[ChatTemplate, list[str]]:
+    """The chat template, tried out with the environment and those of the held-out sets, and what is to be said of it.
+
+    Raises:
+        ConfigError: calls cannot be read as it writes them, or there is no tokenizer.
+    """
+    chat = open_chat(cfg, model_dir)
+    own = cfg.env_spec()
+    others = held_out_environments(cfg) if cfg.eval_interval else []
+    acts_in = [own, *(other for other in others if other != own)]
+    return chat, template_notes(cfg, chat, acts_in, training=True)
 
 
 class RolloutManager:
@@ -116,7 +132,7 @@ class RolloutManager:
         self.engines = EngineService(pool, weight_sync(cfg, world, self._rank0))
         starting = asyncio.create_task(pool.start())
         try:
-            notes = await asyncio.to_thread(self._open_template)
+            self.chat, notes = await asyncio.to_thread(open_template, cfg, self.model_dir)
             account, held_out = await asyncio.to_thread(self._open_data)
         except BaseException:
             # Stopped first: engines may take minutes to come up for a run that cannot begin.
@@ -146,15 +162,6 @@ class RolloutManager:
         return await self.runner.run_group(
             pending.task, self.cfg.n_samples_per_prompt, pending.group_id, on_trajectory=self.tally.add
         )
-
-    def _open_template(self) -> list[str]:
-        """The chat template, tried out with the environment and those of the held-out sets."""
-        cfg = self.cfg
-        self.chat = open_chat(cfg, self.model_dir)
-        own = cfg.env_spec()
-        others = held_out_environments(cfg) if cfg.eval_interval else []
-        acts_in = [own, *(other for other in others if other != own)]
-        return template_notes(cfg, self.chat, acts_in, training=True)
 
     def _open_data(self) -> tuple[TaskAccount, list[HeldOutSet]]:
         cfg = self.cfg

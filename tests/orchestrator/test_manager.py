@@ -319,7 +319,7 @@ async def test_wrong_data_does_not_wait_for_engines(manager: RolloutManager, mon
     made: list[SlowPool] = []
     monkeypatch.setattr("agentrl.engines.pool.EnginePool", SlowPool)
     monkeypatch.setattr(module, "engine_spec", lambda *args, **kwargs: None)
-    monkeypatch.setattr(manager, "_open_template", list)
+    monkeypatch.setattr(module, "open_template", lambda cfg, model: (None, []))
     monkeypatch.setattr(manager, "_open_data", no_data)
     with pytest.raises(DataError, match="no JSON"):
         await asyncio.wait_for(manager.start(), 20)

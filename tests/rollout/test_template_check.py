@@ -14,7 +14,7 @@ import agentrl
 from agentrl.config.schema import Config, EvalConfig
 from agentrl.errors import AgentRLError, ConfigError, EnvError
 from agentrl.evaluation.policy import open_policy
-from agentrl.orchestrator.manager import RolloutManager
+from agentrl.orchestrator.manager import open_template
 from agentrl.rollout.options import template_notes
 from agentrl.rollout.template.chat import ChatTemplate
 from agentrl.rollout.template.check import check_template, rendered_turn
@@ -293,13 +293,10 @@ def test_a_held_out_set_is_tried_out_before_training_starts(tmp_path):
     tokenizer(published_template("MiniMax-M1")).save_pretrained(tmp_path)
     data = tmp_path / "tasks.jsonl"
     data.write_text('{"prompt": "1 + 1?", "label": "2"}\n')
-    manager = RolloutManager.__new__(RolloutManager)
-    manager.model_dir = str(tmp_path)
-    manager.cfg = Config(prompt_data=str(data), rm_type="exact_match", eval_env=(f"{__name__}:Finder",))
-    manager._open_template()
-    manager.cfg = manager.cfg.replace(eval_interval=2)
+    cfg = Config(prompt_data=str(data), rm_type="exact_match", eval_env=(f"{__name__}:Finder",))
+    open_template(cfg, str(tmp_path))
     with pytest.raises(ConfigError, match="takes tools in a form that is not known here. Give the environment another"):
-        manager._open_template()
+        open_template(cfg.replace(eval_interval=2), str(tmp_path))
 
 
 def test_an_evaluation_is_refused_before_engines_start(tmp_path, run):

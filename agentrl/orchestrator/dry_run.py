@@ -1,0 +1,134 @@
+"""``agentrl train --dry-run``: what a start would check and do. No process is started, no folder is made."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from agentrl.config.presets import demo_alone
+from agentrl.config.schema import Config
+from agentrl.data.run_folder import new_folder
+from agentrl.engines.options import engine_threads
+from agentrl.engines.world import World
+from agentrl.errors import StorageError
+from agentrl.orchestrator.cluster import bundles_of
+from agentrl.orchestrator.launch import checked, find_start, weights_place
+from agentrl.orchestrator.loop import due
+from agentrl.orchestrator.manager import open_template
+
+Section = list[tuple[str, str]]
+"""Lines of one heading: what, and its value."""
+
+
+def dry_run(cfg: Config) -> None:
+    """Make every check that a start makes, and print what it would start.
+
+    An episode of each environment is played without a model, as before a start.
+
+    Raises:
+        AgentRLError: what the start would end with.
+    """
+    cfg = checked(cfg)
+    world = None if os.environ.get("RAY_ADDRESS") else World.here()
+    if world is not None:
+        bundles_of(cfg, world)
+    with contextlib.ExitStack() as stack:
+        held, source = find_start(cfg, stack)
+    start = source.step if source else 0
+    folder = held.path if held else new_folder(cfg)
+    _, notes = open_template(cfg, str(cfg.hf_checkpoint))
+    paths = _paths(cfg, folder, str(source.path) if source else None)
+    sections = {"placement": _placement(cfg, world), "batch": _batch(cfg, start), "paths": paths}
+    for heading, lines in sections.items():
+        print(heading)
+        for name, value in lines:
+            print(f"  {name:<16} {value}")
+    for note in (*notes, demo_alone(cfg)):
+        if note:
+            print(f"note: {note}")
+    print("\nEvery check passed; nothing was started.")
+
+
+def _placement(cfg: Config, world: World | None) -> Section:
+    ranks, engines, per_engine = cfg.world_size, cfg.rollout_num_engines or 1, cfg.rollout_num_gpus_per_engine
+    layout = (
+        f"tensor {cfg.tensor_model_parallel_size} × pipeline {cfg.pipeline_model_parallel_size} × data "
+        f"{cfg.data_parallel_size}"
+    )
+    if cfg.actor_num_nodes > 1:
+        layout += f", on {cfg.actor_num_nodes} machines with {ranks // cfg.actor_num_nodes} each"
+    if world is None:
+        where = f"the Ray cluster at {os.environ['RAY_ADDRESS']}, which is not asked whether there is room"
+        each, of_engine = "1 CPU each, and 1 GPU where there are GPUs", f"{per_engine} GPU each where there are GPUs"
+    elif world.has_gpu:
+        share = "half of the one GPU" if world.is_shared(cfg) else "1 GPU"
+        where = f"this machine, {world.gpus} GPU" + ("s" if world.gpus > 1 else "")
+        each = f"{share} each"
+        of_engine = f"{share if world.is_shared(cfg) else f'{per_engine} GPU'} each"
+    else:
+        threads = 1 if cfg.deterministic else cfg.threads or engine_threads(cfg)
+        where = f"this machine, no GPU, {os.cpu_count()} CPU cores"
+        each = "a process each" + (f" of {cfg.threads} threads" if cfg.threads else "")
+        of_engine = f"{threads} thread{'s' if threads > 1 else ''} each"
+    return [
+        ("on", where),
+        ("trainer", f"{ranks} rank{'s' if ranks > 1 else ''} = {layout}; {each}"),
+        ("engines", f"{engines} SGLang server{'s' if engines > 1 else ''}; {of_engine}"),
+        ("rollout manager", "1 process, with the router"),
+        ("addresses", f"engines at {cfg.host}, router and Ray at 127.0.0.1; free ports, keys of the run"),
+    ]
+
+
+def _batch(cfg: Config, start: int) -> Section:
+    size, steps = cfg.global_batch_size or 1, cfg.num_steps_per_rollout or 1
+    episodes, context = size * steps, cfg.rollout_max_context_len
+    on_rank = -(-size // cfg.data_parallel_size)
+    if cfg.use_dynamic_batch_size:
+        longest = max(cfg.max_tokens_per_gpu, context)
+        micro = f"packed up to {cfg.max_tokens_per_gpu:,} tokens"
+        if context > cfg.max_tokens_per_gpu:
+            micro += f"; a longer episode is one of its own, of at most {longest:,}"
+    else:
+        micro = f"{cfg.micro_batch_size} episodes, at most {cfg.micro_batch_size * context:,} tokens"
+    lines = [
+        (
+            "rule",
+            f"{cfg.rollout_batch_size} tasks × {cfg.n_samples_per_prompt} episodes = {episodes} = "
+            f"global batch {size} × {steps} step{'s' if steps > 1 else ''}",
+        ),
+        ("a rollout", f"{episodes} episodes, at most {episodes * context:,} tokens ({context:,} an episode)"),
+        ("a step", f"{size} episodes, {on_rank} on each data-parallel rank"),
+        ("micro-batches", micro),
+        ("the run", f"{cfg.num_rollout - start} rollouts, {(cfg.num_rollout - start) * steps} optimizer steps"),
+    ]
+    if cfg.eval_interval:
+        first = start if cfg.eval_before_train and not start else start + 1
+        at = [n for n in range(first, cfg.num_rollout + 1) if due(n, cfg.eval_interval, cfg.num_rollout)]
+        listed = ", ".join(map(str, at[:6])) + (f", ... {at[-1]}" if len(at) > 6 else "")
+        lines.append(("evaluations", f"after rollouts {listed}: {cfg.eval_tasks} tasks of each set at most"))
+    return lines
+
+
+def _paths(cfg: Config, folder: Path, source: str | None) -> Section:
+    weights = weights_place(cfg, folder)
+    lines = [
+        ("model", str(cfg.hf_checkpoint)),
+        ("reference", cfg.ref_load),
+        ("goes on from", source),
+        ("run folder", str(folder)),
+        ("checkpoints", str(Path(cfg.save) if cfg.save else folder / "checkpoints") if cfg.save_interval else None),
+        ("weights", f"a folder in {weights or 'the folder for temporary files'}"),
+        ("export", cfg.save_hf),
+    ]
+    for place in (folder, cfg.save, cfg.save_hf, weights):
+        if place is not None:
+            refuse_unwritable(Path(place))
+    return [(name, path) for name, path in lines if path is not None]
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Raises StorageError where ``path`` could not be made, or nothing written into it."""
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise StorageError(f"{path}: cannot be written ({there} is {'not writable' if there.is_dir() else 'a file'}).")
