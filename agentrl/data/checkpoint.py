@@ -22,7 +22,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -40,13 +39,14 @@ from agentrl.data import files
 from agentrl.data.files import (
     flush,
     flush_tree,
+    lock_file,
     refuse_folders,
     remove_partials,
     storage_errors,
     write_json,
     write_text,
 )
-from agentrl.errors import AgentRLError, CheckpointError, ConfigError, DataError, StorageError
+from agentrl.errors import AgentRLError, CheckpointError, ConfigError, DataError
 
 log = logging.getLogger(__name__)
 
@@ -273,13 +273,8 @@ class CheckpointStore:
             if not _same(self.root.parent, run) and not _same(self.root, run):  # the run folder has its own lock
                 with storage_errors(self.root):
                     self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    lock = stack.enter_context((self.root / ".lock").open("w"))
-                    try:
-                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    except BlockingIOError:
-                        raise StorageError(
-                            f"--save {self.root}: another run is writing its checkpoints there. Choose another folder."
-                        ) from None
+                refusal = f"--save {self.root}: another run is writing its checkpoints there. Choose another folder."
+                stack.enter_context(lock_file(self.root / ".lock", refusal))
                 self.refuse_others(run)
                 write_text(self.root / OWNER, f"{run}\n")
             refuse_folders(self.root / LATEST, self.root / BEST)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import math
 import os
@@ -11,7 +12,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from agentrl.errors import DataError, StorageError
 
@@ -46,6 +47,18 @@ def refuse_folders(*files: Path) -> None:
         with storage_errors(file):
             if file.is_dir():
                 raise IsADirectoryError(errno.EISDIR, "is a folder")
+
+
+def lock_file(path: Path, refusal: str) -> IO[str]:
+    """A file that no other process can hold until it is closed. Raises StorageError with ``refusal`` where one does."""
+    with storage_errors(path.parent):
+        lock = path.open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise StorageError(refusal) from None
+    return lock
 
 
 def flush(path: Path) -> None:

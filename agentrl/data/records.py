@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -38,33 +38,36 @@ def clean(text: str | None) -> str | None:
     return None if text is None else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+COLUMNS: dict[str, tuple[str, Callable[[Trajectory], Any]]] = {
+    "trajectory_id": ("string", lambda t: clean(t.trajectory_id)),
+    "group_id": ("string", lambda t: clean(t.group_id)),
+    "task_id": ("string", lambda t: clean(t.task.task_id)),
+    "env": ("string", lambda t: clean(t.task.env)),
+    "task_split": ("string", lambda t: clean(t.task.split)),
+    "task_seed": ("int64", lambda t: int(t.task.seed)),
+    "task_options": ("string", lambda t: to_json(t.task.options)),
+    "agent": ("string", lambda t: clean(t.agent)),
+    "reward": ("double", lambda t: float(t.reward)),
+    "rewards": ("string", lambda t: to_json(t.rewards)),
+    "turn_rewards": ("doubles", lambda t: [float(r) for r in t.turn_rewards]),
+    "success": ("bool", lambda t: None if t.success is None else bool(t.success)),
+    "stop_reason": ("string", lambda t: str(t.stop_reason)),
+    "outcome": ("string", lambda t: str(t.outcome)),
+    "error": ("string", lambda t: clean(t.error)),
+    "num_turns": ("int32", lambda t: int(t.num_turns)),
+    "num_tokens": ("int64", lambda t: t.num_tokens),
+    "num_sampled": ("int64", lambda t: t.num_sampled),
+    "messages": ("messages", lambda t: [_message_row(m) for m in t.messages]),
+    "tool_calls": ("string", lambda t: to_json(t.tool_calls)),
+    "info": ("string", lambda t: to_json(t.info)),
+    "timings": ("string", lambda t: to_json(t.timings)),
+}
+"""What is stored of a trajectory besides its tokens: name -> Arrow type (or ``doubles``, ``messages``) and value."""
+
+
 def scalars(trajectory: Trajectory) -> dict[str, Any]:
     """Everything of a trajectory but its tokens, as it is stored."""
-    t = trajectory
-    return {
-        "trajectory_id": clean(t.trajectory_id),
-        "group_id": clean(t.group_id),
-        "task_id": clean(t.task.task_id),
-        "env": clean(t.task.env),
-        "task_split": clean(t.task.split),
-        "task_seed": int(t.task.seed),
-        "task_options": to_json(t.task.options),
-        "agent": clean(t.agent),
-        "reward": float(t.reward),
-        "rewards": to_json(t.rewards),
-        "turn_rewards": [float(r) for r in t.turn_rewards],
-        "success": None if t.success is None else bool(t.success),
-        "stop_reason": str(t.stop_reason),
-        "outcome": str(t.outcome),
-        "error": clean(t.error),
-        "num_turns": int(t.num_turns),
-        "num_tokens": t.num_tokens,
-        "num_sampled": t.num_sampled,
-        "messages": [_message_row(m) for m in t.messages],
-        "tool_calls": to_json(t.tool_calls),
-        "info": to_json(t.info),
-        "timings": to_json(t.timings),
-    }
+    return {name: value(trajectory) for name, (_, value) in COLUMNS.items()}
 
 
 def to_record(trajectory: Trajectory, *, set_name: str = "") -> dict[str, Any]:

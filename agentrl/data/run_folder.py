@@ -14,7 +14,6 @@ reward.png       the learning curve
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import itertools
 import math
@@ -24,10 +23,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from agentrl.data.files import (
     JsonLines,
+    lock_file,
     read_json,
     read_jsonl,
     refuse_folders,
@@ -38,7 +38,7 @@ from agentrl.data.files import (
 )
 from agentrl.data.store import TrajectoryStore
 from agentrl.data.tracking import TensorBoard, Tracker, WandB, plot_reward
-from agentrl.errors import ConfigError, DataError, StorageError
+from agentrl.errors import ConfigError, DataError
 from agentrl.tasks.source import env_label
 from agentrl.versions import git_state, installed
 
@@ -82,7 +82,10 @@ class RunDir(Generic[AnyConfig]):
         self.path = Path(path)
         self.config: AnyConfig = config
         self.mended: list[str] = []
-        self._lock = self._acquire()
+        self._lock = lock_file(
+            self.path / ".lock",
+            f"{self.path}: another process is writing this run. End it first, or choose another --output-dir.",
+        )
         with storage_errors(self.logs):
             self.logs.mkdir(exist_ok=True)
             remove_partials(self.path)
@@ -181,18 +184,6 @@ class RunDir(Generic[AnyConfig]):
             return read_json(self.path / "run.json")
         except DataError:
             return {}
-
-    def _acquire(self) -> IO[str]:
-        with storage_errors(self.path):
-            lock = (self.path / ".lock").open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            raise StorageError(
-                f"{self.path}: another process is writing this run. End it first, or choose another --output-dir."
-            ) from None
-        return lock
 
     def note_start(self, **facts: Any) -> None:
         """Write ``config.json``, and into ``run.json`` this start and ``facts``."""

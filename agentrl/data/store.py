@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.data.files import atomic_file, remove_partials, storage_errors
 from agentrl.data.records import (
+    COLUMNS,
     MESSAGE_FIELDS,
     SCHEMA_VERSION,
     SEGMENT_ARRAYS,
@@ -56,32 +57,15 @@ def arrow_schema() -> pa.Schema:
             ("prompt_length", pa.int32()),
         ]
     )
-    kinds: dict[str, Any] = {
+    nested = {
+        "doubles": pa.list_(pa.float64()),
+        "messages": pa.list_(pa.struct([(field, pa.string()) for field in MESSAGE_FIELDS])),
+    }
+    kinds = {
         "step": pa.int64(),
         "name": pa.string(),
-        "trajectory_id": pa.string(),
-        "group_id": pa.string(),
-        "task_id": pa.string(),
-        "env": pa.string(),
-        "task_split": pa.string(),
-        "task_seed": pa.int64(),
-        "task_options": pa.string(),
-        "agent": pa.string(),
-        "reward": pa.float64(),
-        "rewards": pa.string(),
-        "turn_rewards": pa.list_(pa.float64()),
+        **{name: nested.get(kind) or pa.type_for_alias(kind) for name, (kind, _) in COLUMNS.items()},
         "advantage": pa.float64(),
-        "success": pa.bool_(),
-        "stop_reason": pa.string(),
-        "outcome": pa.string(),
-        "error": pa.string(),
-        "num_turns": pa.int32(),
-        "num_tokens": pa.int64(),
-        "num_sampled": pa.int64(),
-        "messages": pa.list_(pa.struct([(field, pa.string()) for field in MESSAGE_FIELDS])),
-        "tool_calls": pa.string(),
-        "info": pa.string(),
-        "timings": pa.string(),
         "segments": pa.list_(segment),
         "trained": pa.list_(pa.struct([(name, pa.list_(pa.float32())) for name in TRAINED_ARRAYS])),
     }

@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agentrl.engines.actor import DEAD, PENDING, SERVING, STARTING, LocalEngine, PooledEngine, RayEngine
@@ -34,29 +35,43 @@ _WAIT_SLICE_S = 5.0
 _ROUTER_ATTEMPTS = 20
 
 
-class Update(Protocol):
-    """What an update of weights brought: addresses of engines that serve them, and of those that must be replaced."""
+@dataclass
+class SyncReport:
+    """What a sync of weights did."""
 
-    synced: list[str]
-    failed: dict[str, str]
-    seconds: dict[str, float]
-    nbytes: int
-    verified: int
+    version: int
+    synced: list[str] = field(default_factory=list)
+    """Addresses of engines that hold the version and run."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Addresses of engines that must be replaced, with the reason."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time by state; ``transfer`` is what generation lost."""
+    nbytes: int = 0
+    verified: int = 0
+    """Parameters whose checksums were compared."""
+
+
+class SyncFailed(WeightSyncError):
+    """A sync that came to no right end. ``report`` says how far it came."""
+
+    def __init__(self, message: str, report: SyncReport) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 class Updater(Protocol):
-    """Who gives engines their weights. Its errors (WeightSyncError) have an :class:`Update` as ``report``.
+    """Who gives engines their weights. Raises :class:`SyncFailed`.
 
     ``retire`` is set by the pool: called with a failed engine before that one generates again.
     """
 
     retire: Callable[[EngineControl], Awaitable[None]] | None
 
-    async def update(self, engines: Sequence[EngineControl]) -> Update:
+    async def update(self, engines: Sequence[EngineControl]) -> SyncReport:
         """Bring all of them to the newest version."""
         ...
 
-    async def restore(self, engine: EngineControl) -> Update | None:
+    async def restore(self, engine: EngineControl) -> SyncReport | None:
         """Bring one that started or came back to the newest version; None: it must wait for the next :meth:`update`."""
         ...
 
@@ -201,7 +216,7 @@ class EnginePool:
         self._updater = updater
         updater.retire = self._retire
 
-    async def update_weights(self) -> Update:
+    async def update_weights(self) -> SyncReport:
         """Bring all engines to the newest weights; those that fail are replaced.
 
         Replacements that are ready are admitted. If no engine is left, waits for one.
@@ -218,11 +233,9 @@ class EnginePool:
                 engines = await self._wait_for_engines()
                 try:
                     report = await self._updater.update(engines)
-                except WeightSyncError as error:
-                    partial: Update | None = getattr(error, "report", None)
-                    if partial is not None:
-                        self._replace_failed(partial)
-                    if attempt == self.max_failed_starts - 1 or not (partial and partial.failed):
+                except SyncFailed as error:
+                    self._replace_failed(error.report)
+                    if attempt == self.max_failed_starts - 1 or not error.report.failed:
                         raise
                     continue
                 self._replace_failed(report)
@@ -244,7 +257,7 @@ class EnginePool:
     def _of(self, urls: Sequence[str]) -> list[PooledEngine]:
         return [place for place in self._places if place.control and place.control.url in urls]
 
-    def _replace_failed(self, report: Update) -> None:
+    def _replace_failed(self, report: SyncReport) -> None:
         for place in self._places:
             if place.control and place.control.url in report.failed:
                 self._replace(place, report.failed[place.control.url])

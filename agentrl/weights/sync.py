@@ -32,9 +32,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from agentrl.engines.control import PAUSE_MODES, EngineControl, continuing, flushing, pausing
+from agentrl.engines.pool import SyncFailed, SyncReport
 from agentrl.errors import EngineError, WeightSyncError, first_few
 from agentrl.weights.snapshot import Snapshot
-from agentrl.weights.transports.base import Deadlines, SyncFailed, SyncReport, SyncRun, Transport
+from agentrl.weights.transports.base import Deadlines, SyncRun, Transport
 from agentrl.weights.transports.disk import Disk
 
 Checksums = list[dict[str, str]]

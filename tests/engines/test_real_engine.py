@@ -18,14 +18,14 @@ import torch
 from agentrl.engines.actor import PENDING, SERVING
 from agentrl.engines.control import EngineControl
 from agentrl.engines.engine import EngineProcess, EngineSpec
-from agentrl.engines.pool import EnginePool
+from agentrl.engines.pool import EnginePool, SyncFailed
 from agentrl.errors import EngineError
 from agentrl.processes.tree import is_running
 from agentrl.rollout.policies.sglang import ROUTING_HEADER
 from agentrl.weights.publisher import Publisher
 from agentrl.weights.sender import BroadcastSender, LocalSender
 from agentrl.weights.sync import WeightSync
-from agentrl.weights.transports.base import Deadlines, SyncFailed
+from agentrl.weights.transports.base import Deadlines
 from agentrl.weights.transports.broadcast import Broadcast
 from agentrl.weights.transports.disk import Disk
 from tests.engines.test_router import listening_addresses

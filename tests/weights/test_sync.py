@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from agentrl.engines.control import Bucket, EngineControl
+from agentrl.engines.pool import SyncFailed, SyncReport
 from agentrl.errors import WeightSyncError
 from agentrl.weights.snapshot import Snapshot
 from agentrl.weights.sync import WeightSync
-from agentrl.weights.transports.base import Deadlines, SyncFailed, SyncReport
+from agentrl.weights.transports.base import Deadlines
 from agentrl.weights.transports.broadcast import Broadcast
 from agentrl.weights.transports.disk import Disk
 from tests.engines.fake_engine import KEY, FakeEngine

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.engines.control import Call, EngineControl
-from agentrl.errors import EngineError, WeightSyncError
+from agentrl.engines.pool import SyncReport
+from agentrl.errors import EngineError
 from agentrl.weights.snapshot import Snapshot
 
 
@@ -23,30 +24,6 @@ class Deadlines:
     disk: float = 600.0
     resume: float = 20.0
     verify: float = 120.0
-
-
-@dataclass
-class SyncReport:
-    """What a sync did."""
-
-    version: int
-    synced: list[str] = field(default_factory=list)
-    """Addresses of engines that hold the version and run."""
-    failed: dict[str, str] = field(default_factory=dict)
-    """Addresses of engines that must be replaced, with the reason."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Wall time by state; ``transfer`` is what generation lost."""
-    nbytes: int = 0
-    verified: int = 0
-    """Parameters whose checksums were compared."""
-
-
-class SyncFailed(WeightSyncError):
-    """A sync that came to no right end. ``report`` says how far it came."""
-
-    def __init__(self, message: str, report: SyncReport) -> None:
-        super().__init__(message)
-        self.report = report
 
 
 @dataclass
