@@ -199,8 +199,8 @@ def import_sglang(model_path: str) -> None:
     """Import what the server's processes use, before they are forked: it takes longer than all the rest of a start."""
     gc.disable()  # five thousand modules are imported: collecting in between takes a second
     leave_out_megatron()
-    import_only_served_model(model_path)
     with compiler_left_out():
+        import_only_served_model(model_path)
         for module in ("sglang.launch_server", "sglang.srt.entrypoints.http_server"):
             importlib.import_module(module)
 

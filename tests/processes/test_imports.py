@@ -66,3 +66,16 @@ assert double(torch.ones(2)).tolist() == [2, 2]
 assert "torch._dynamo" in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+@pytest.mark.slow
+def test_an_engine_imports_no_compiler():
+    script = """
+import sys
+from agentrl.config.presets import demo_folder
+from agentrl.engines.server import import_sglang
+import_sglang(str(demo_folder()))
+assert "sglang.srt.entrypoints.http_server" in sys.modules
+assert not {"torch._dynamo", "megatron.core"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=200)
