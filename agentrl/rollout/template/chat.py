@@ -47,6 +47,8 @@ _KEPT_VARIANTS = 64  # of variables: tasks may bring their own
 _REASONING_END = "</think>"
 _TAIL = 16  # ids at the end of a prompt in which a reasoning tag is looked for
 _OPENED_REASONING = re.compile(r"<think(?:ing)?>\s*\Z")
+_GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_TAKEN_AS_THEY_ARE = ("llama", "qwen3")  # with some others (qwen2) transformers takes a class of theirs all the same
 _END_OF_MESSAGE = "<|eom_id|>"  # how Llama ends a turn that waits for a tool; not every checkpoint declares it
 
 
@@ -383,9 +385,28 @@ def opened_reasoning(prompt: str) -> str:
 
 def _load_tokenizer(path: str | os.PathLike[str]) -> Any:
     try:
-        with uncollected(), compiler_left_out():
-            from transformers import AutoTokenizer
+        with uncollected():
+            if _is_described_by_file(Path(path)):
+                from transformers import PreTrainedTokenizerFast
 
-            return AutoTokenizer.from_pretrained(os.fspath(path), trust_remote_code=False)
+                return PreTrainedTokenizerFast.from_pretrained(os.fspath(path))
+            with compiler_left_out():
+                from transformers import AutoTokenizer
+
+                return AutoTokenizer.from_pretrained(os.fspath(path), trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"no tokenizer can be read from {os.fspath(path)!r}: {error}") from error
+
+
+def _is_described_by_file(folder: Path) -> bool:
+    """Whether ``tokenizer.json`` says all, and no class of the model's own is asked for.
+
+    transformers comes to the same, but imports torch and half of itself in order to find out.
+    """
+    names = ("config.json", "tokenizer_config.json")
+    try:
+        model, tokenizer = (json.loads((folder / name).read_text(encoding="utf-8")) for name in names)
+    except (OSError, ValueError):  # transformers has the words for it
+        return False
+    generic = tokenizer.get("tokenizer_class") in _GENERIC_TOKENIZERS and "auto_map" not in tokenizer
+    return generic and model.get("model_type") in _TAKEN_AS_THEY_ARE
