@@ -483,6 +483,13 @@ def check_machine(env: gymnasium.Env[Any, Any]) -> None:
             _as_tool(entry).check(env.unwrapped)
 
 
+def prepare_tools(env: gymnasium.Env[Any, Any]) -> None:
+    """Have what the first calls of the tools of ``env`` would wait for: an index, say."""
+    if isinstance(env.unwrapped, ToolEnv):
+        for entry in env.unwrapped.tools:
+            _as_tool(entry).prepare()
+
+
 def _brief(value: Any) -> str:
     text = getattr(value, "name", None) if isinstance(value, Tool) else repr(value)
     return f"{text!s:.60} ({type(value).__name__})"

@@ -25,7 +25,7 @@ from agentrl.data.store import TrajectoryStore
 from agentrl.engines.options import engine_spec
 from agentrl.engines.world import World
 from agentrl.envs.registry import make_env
-from agentrl.envs.tool_env import check_machine
+from agentrl.envs.tool_env import check_machine, prepare_tools
 from agentrl.evaluation.heldout import HeldOutSet, held_out_environments, held_out_sets
 from agentrl.orchestrator.dispatcher import Dispatcher
 from agentrl.orchestrator.engine_service import EngineService, weight_sync
@@ -171,6 +171,7 @@ class RolloutManager:
         else:
             env = make_env(spec, kwargs, sandbox=cfg.sandbox)
             check_machine(env)  # here, for what the first check takes would hold up the episodes
+            prepare_tools(env)
             source = TaskSource.of_env(spec, env, seed=cfg.seed)
             env.close()
         return TaskAccount(source), held_out_sets(cfg) if cfg.eval_interval else []

@@ -9,7 +9,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from agentrl.errors import ConfigError, InfraError
@@ -31,8 +31,10 @@ KEY_VARIABLE = "AGENTRL_RETRIEVER_KEY"
 class Retriever(Protocol):
     """What a search tool asks. Implementations are shared by all episodes and safe to use from threads."""
 
-    quick: bool
-    """Whether a search is so short (under a millisecond) that it may run on an event loop."""
+    @property
+    def quick(self) -> bool:
+        """Whether a search is so short (under a millisecond) that it may run on an event loop."""
+        ...
 
     @property
     def patience(self) -> float | None:
@@ -49,16 +51,31 @@ class Retriever(Protocol):
 
 
 class LocalRetriever:
-    """An :class:`Index` of this process."""
+    """An :class:`Index` of this process, or what makes it when it is first wanted."""
 
-    def __init__(self, index: Index) -> None:
-        self._index = index
-        self.quick = len(index) <= 100_000
+    def __init__(self, index: Index | Callable[[], Index]) -> None:
+        self._make = index if callable(index) else None
+        self._index = None if callable(index) else index
+        self._making = threading.Lock()
         self.patience: float | None = None
+
+    @property
+    def quick(self) -> bool:
+        """Not while the index is still to be made."""
+        return self._index is not None and len(self._index) <= 100_000
+
+    @property
+    def index(self) -> Index:
+        """What is searched; made now if it is not there."""
+        with self._making:
+            if self._index is None and self._make is not None:
+                self._index = self._make()
+        assert self._index is not None
+        return self._index
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """At most ``topk`` hits a query, best first."""
-        return self._index.search(queries, topk)
+        return (self.index if self._index is None else self._index).search(queries, topk)
 
 
 class HttpRetriever:

@@ -152,6 +152,9 @@ class Tool:
     def check(self, env: Any) -> None:
         """Called before a run starts: raises ConfigError where this machine lacks what the tool needs."""
 
+    def prepare(self) -> None:
+        """Called once where episodes are played, before they begin: for what the first call would wait for."""
+
     def start(self, env: Any) -> None:
         """Called on the episode's own copy when the episode starts. ``env.row`` is the task."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import agentrl
+from agentrl.envs.tool_env import prepare_tools
 from agentrl.errors import ConfigError, DataError, InfraError
 from agentrl.retrieval import HttpRetriever, LocalRetriever, Passage, build_in_memory
 from agentrl.retrieval.server import RetrievalServer, create_app
@@ -37,6 +38,27 @@ def look_up(env: agentrl.ToolEnv, query: str) -> str:
 def test_passages_in_memory():
     assert look_up(Facts(), "capital of Norway") == "- Oslo is the capital of Norway."
     assert look_up(Facts(), "zebra") == "No results."
+
+
+def test_an_index_may_be_made_before_episodes_or_by_the_first_search():
+    made = []
+
+    def make():
+        made.append(build_in_memory([Passage("oslo", "Oslo", "Oslo is the capital of Norway.")]))
+        return made[-1]
+
+    class Lazy(agentrl.ToolEnv):
+        tools = [SearchTool(retriever=LocalRetriever(make), topk=1)]
+        tasks = {"test": [("Capital of Norway?", "Oslo")]}
+        reward = "exact_match"
+
+    (tool,) = Lazy.tools
+    env = Lazy()
+    env.reset(options={"split": "test", "index": 0})
+    assert not made and not tool.retriever.quick, "opening the environment does not make it"
+    assert look_up(env, "capital of Norway") == "- Oslo is the capital of Norway."
+    prepare_tools(env)
+    assert len(made) == 1 and tool.retriever.quick
 
 
 def test_what_the_model_reads_about_it():

@@ -108,6 +108,11 @@ class SearchTool(Tool):
         # A retriever with a deadline of its own knows whose fault it is when that passes: leave it the time.
         self.timeout = None if self.retriever.patience is None else self.retriever.patience + 5.0
 
+    def prepare(self) -> None:
+        """An index that is still to be made is made here."""
+        if isinstance(self.retriever, LocalRetriever):
+            _ = self.retriever.index
+
     async def __call__(self, query: str) -> ToolResult:
         """Args:
         query: What to look for.

@@ -38,7 +38,7 @@ def search_tool_schema() -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=4)
 def _world_retriever(world_seed: int) -> Retriever:
-    return LocalRetriever(world_index(world_seed))
+    return LocalRetriever(functools.partial(world_index, world_seed))
 
 
 def shared_retriever(
