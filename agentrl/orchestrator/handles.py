@@ -73,9 +73,7 @@ def create_ranks(
     weights_dir: str,
     log_dir: str | Path | None = None,
 ) -> list[Any]:
-    """Start all ranks as Ray actors and have them form their world; returns at once but for rank 0's answer.
-
-    Rank 0 chooses where the others meet it. The first call to a rank waits until its model is loaded.
+    """All ranks as Ray actors, which do nothing yet: :meth:`TrainerHandle.begin` has them load their model.
 
     Args:
         cfg: the run's configuration.
@@ -84,13 +82,11 @@ def create_ranks(
         weights_dir: folder in which versions of the weights are published.
         log_dir: folder for ``trainer-<rank>.log``.
     """
-    import ray
-
     threads = cfg.threads or max(1, (os.cpu_count() or 1) // len(placements))
     options = cfg.section(TrainerOptions).replace(threads=threads)
     publishing = {"bucket_bytes": cfg.update_weight_buffer_size, "folder": weights_dir}
     actor = with_pulse(TrainActor, **{WEIGHTS: 2})
-    ranks = [
+    return [
         actor.options(**placement).remote(
             rank,
             len(placements),
@@ -103,10 +99,6 @@ def create_ranks(
         )
         for rank, placement in enumerate(placements)
     ]
-    init_method = ray.get(ranks[0].meeting_point.remote(), timeout=START_TIMEOUT_S)
-    for rank in ranks:
-        rank.start.remote(init_method)
-    return ranks
 
 
 class TrainerHandle:
@@ -120,6 +112,12 @@ class TrainerHandle:
     async def _all(self, what: str, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         calls = [getattr(rank, method).remote(*args, **kwargs) for rank in self.ranks]
         return await within(what, self.deadline, *calls)
+
+    async def begin(self) -> None:
+        """Have the ranks form their world, where rank 0 chooses, and load their model; does not wait for that."""
+        (init_method,) = await within("starting the trainer", START_TIMEOUT_S, self.ranks[0].meeting_point.remote())
+        for rank in self.ranks:
+            rank.start.remote(init_method)
 
     async def ready(self) -> None:
         """Wait until every rank has its model."""

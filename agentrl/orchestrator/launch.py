@@ -37,7 +37,7 @@ from agentrl.evaluation.heldout import held_out_sets, rehearse_set
 from agentrl.loading import portable, portable_source
 from agentrl.orchestrator.cluster import Cluster, bundles_of, check_nodes
 from agentrl.orchestrator.handles import RolloutHandle, TrainerHandle, create_ranks
-from agentrl.orchestrator.loop import best_metrics, due, keep_best, training_loop
+from agentrl.orchestrator.loop import best_metrics, due, evaluates_at_start, keep_best, training_loop
 from agentrl.orchestrator.watch import ProcessLostError, Watch, with_pulse
 from agentrl.processes.signals import cancel_on_signals, stderr_to, write_log_to
 from agentrl.processes.warden import Warden
@@ -318,23 +318,27 @@ async def _run(
             async with Watch(2 * cfg.rollout_health_check_timeout) as watch:
                 watch.processes(cluster.processes())
                 progress.stage("starting engines and trainer")
-                # In a thread, since it waits for rank 0: Ctrl-C must count at once.
-                groups = await asyncio.to_thread(start_actors, cfg, cluster, run, weights_dir)
-                trainer, rollout = groups
+                trainer, rollout = start_actors(cfg, cluster, run, weights_dir)
                 for number, rank in enumerate(trainer.ranks):
                     watch.actor(f"trainer rank {number}", rank, run.logs / f"trainer-{number}.log")
                 watch.actor("the rollout manager", rollout.manager, run.logs / "rollout-manager.log")
-                _, notes = await asyncio.gather(trainer.ready(), rollout.start())
+                if source is None and evaluates_at_start(cfg, run, 0) and not cluster.world.has_gpu:
+                    # The ranks are not needed yet, and would take the cores on which the engines start.
+                    notes = await rollout.start()
+                    await trainer.begin()
+                else:
+                    await trainer.begin()
+                    _, notes = await asyncio.gather(trainer.ready(), rollout.start())
                 for note in notes:
                     log.warning(note)
                     progress.log(Text(note))
-                log.info("%d ranks and the engines run", len(trainer.ranks))
+                log.info("the engines run")
                 start = 0
                 if source is not None:
                     progress.stage(f"loading the checkpoint after step {source.step}")
                     await source.load(trainer=trainer, rollout=rollout)
                     start = source.step
-                # Not before everything runs: a start that fails, or is ended as a mistake, has changed nothing.
+                # Not before the engines run: a start that fails, or is ended as a mistake, has changed nothing.
                 settle(run, checkpoints, start, progress)
                 await training_loop(
                     cfg, start=start, trainer=trainer, rollout=rollout, checkpoints=checkpoints, run=run,

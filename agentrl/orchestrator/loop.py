@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,14 +43,18 @@ async def training_loop(
     progress: Progress,
     world: World,
 ) -> None:
-    """Train from rollout ``start`` to ``cfg.num_rollout``."""
+    """Train from rollout ``start`` to ``cfg.num_rollout``.
+
+    The model itself is evaluated as the engines have loaded it, while the trainer may still be loading.
+    """
     algorithm = load_algorithm(cfg.section(AlgorithmOptions))
     watch = AgreementWatch(Bounds.of(cfg, gpu=world.has_gpu).warn)
+    at_start = evaluates_at_start(cfg, run, start)
+    if at_start and not start:
+        await together(evaluate(rollout, 0, run=run, progress=progress), trainer.ready())
     synced = await sync(start, trainer=trainer, rollout=rollout, progress=progress)
     keep_best(cfg, checkpoints=checkpoints, run=run, progress=progress)
-    evaluated = {evaluation["step"] for evaluation in run.evaluations()}
-    at_start = due(start, cfg.eval_interval, cfg.num_rollout) if start else cfg.eval_before_train
-    if at_start and cfg.eval_interval and start not in evaluated:
+    if at_start and start:
         await evaluate(rollout, start, run=run, progress=progress)
 
     lasting = Lasting()
@@ -149,6 +153,22 @@ def spoken(metrics: Mapping[str, float]) -> str:
 def due(version: int, interval: int, total: int) -> bool:
     """Whether something done every ``interval`` rollouts, and after the last one, is done now."""
     return interval > 0 and (version % interval == 0 or version == total)
+
+
+def evaluates_at_start(cfg: Config, run: RunDir, start: int) -> bool:
+    """Whether the weights that a run starts with, after ``start`` rollouts, are evaluated: not if that is on record."""
+    wanted = due(start, cfg.eval_interval, cfg.num_rollout) if start else cfg.eval_interval and cfg.eval_before_train
+    return bool(wanted) and start not in {evaluation["step"] for evaluation in run.evaluations()}
+
+
+async def together(*work: Awaitable[object]) -> None:
+    """Await all; an error of one ends the others."""
+    tasks = [asyncio.ensure_future(part) for part in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def evaluate(rollout: RolloutHandle, step: int, *, run: RunDir, progress: Progress) -> None:

@@ -43,6 +43,8 @@ class Trainer:
     def __init__(self) -> None:
         self.weights: list[str] = []
 
+    async def begin(self) -> None: ...
+
     async def ready(self) -> None: ...
 
     num_steps = 1

@@ -10,7 +10,7 @@ from agentrl.config import load_config
 from agentrl.config.schema import TrainerOptions
 from agentrl.errors import AgentRLError, CheckpointError
 from agentrl.orchestrator.engine_service import RankSender
-from agentrl.orchestrator.handles import create_ranks
+from agentrl.orchestrator.handles import TrainerHandle, create_ranks
 from agentrl.trainer.ranks import TrainActor
 from tests.trainer.samples import QUIET, random_batch
 
@@ -67,6 +67,7 @@ def test_two_ray_actors_form_a_world(checkpoint, tmp_path):
             load_config(FLAGS), checkpoint, [{"num_cpus": 1}] * 2,
             weights_dir=str(tmp_path), log_dir=tmp_path,
         )  # fmt: skip
+        asyncio.run(TrainerHandle(ranks, num_steps=1, deadline=150).begin())
         assert ray.get([r.ready.remote() for r in ranks], timeout=150) == [True, True]
         batch = ray.put(random_batch(8))
         results = ray.get([r.update.remote(batch, {}, keep=True) for r in ranks], timeout=60)
