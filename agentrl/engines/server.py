@@ -13,6 +13,7 @@ SGLang's server, unchanged, with what a run needs around it:
 - one gloo device shared by all of SGLang's process groups: each would open a listening socket and run
   a thread that wakes up a hundred times a second;
 - only the model that is served is imported, not SGLang's whole collection (2 s and 100 MB);
+- a scheduler that is paused for new weights sleeps until it is asked for something;
 - tools of a chat request reach the chat template as the client sent them, as they do in training; SGLang would add an
   empty field to each, which a model has never seen;
 - files that SGLang keeps in ``/dev/shm`` are put into the engine's private temporary folder, which is
@@ -121,6 +122,22 @@ def keep_shared_files_private() -> None:
         vars(multiprocessing.current_process())["_config"]["semprefix"] = f"/{os.path.basename(run)}"
 
 
+def sleep_while_paused() -> None:
+    """Have a paused scheduler wait for the next request, as an idle one does where ``--sleep-on-idle`` is given.
+
+    SGLang's asks again and again: on two cores it takes the one that sends or loads weights meanwhile.
+    """
+    from sglang.srt.managers.scheduler import Scheduler
+
+    record = Scheduler._record_scheduler_state_for_paused_engine
+
+    def record_and_sleep(self: Any) -> None:
+        record(self)
+        self.maybe_sleep_on_idle()
+
+    Scheduler._record_scheduler_state_for_paused_engine = record_and_sleep
+
+
 def redact_keys() -> None:
     """Hide keys where SGLang logs its resolved configuration."""
     from sglang.srt.entrypoints import engine
@@ -193,6 +210,7 @@ def patch() -> None:
     keep_store_on_loopback()
     share_gloo_device()
     keep_shared_files_private()
+    sleep_while_paused()
 
 
 def import_sglang(model_path: str) -> None:

@@ -136,6 +136,22 @@ async def test_an_idle_engine_costs_no_cpu(engine: EngineProcess) -> None:
     assert (cpu_seconds(engine) - before) / 5 < 0.04
 
 
+async def test_a_paused_engine_costs_no_cpu_and_goes_on(engine: EngineProcess) -> None:
+    control = EngineControl(engine.url, engine.api_key)
+    try:
+        running = asyncio.create_task(generate(engine.url, engine.api_key, n=600))
+        await asyncio.sleep(0.7)
+        await control.pause("retract")
+        await asyncio.sleep(0.5)
+        before = cpu_seconds(engine)
+        await asyncio.sleep(3)
+        assert (cpu_seconds(engine) - before) / 3 < 0.1 and not running.done()
+        await control.continue_()
+        assert len((await running)["output_ids"]) == 600
+    finally:
+        await control.close()
+
+
 def cpu_seconds(engine: EngineProcess) -> float:
     ticks = 0
     for proc in engine.tree():
