@@ -28,6 +28,8 @@ NOT_AVAILABLE = {
     "num-critic-only-steps": "PPO",
     "use-opd": "on-policy distillation",
     "group-rm": "a reward that sees a whole group",
+    "use-opsm": "off-policy sequence masking by the KL divergence (--use-rs rejects by the ratio)",
+    "opsm-delta": "off-policy sequence masking by the KL divergence (--use-rs rejects by the ratio)",
     "custom-reward-post-process-path": "changing rewards between scoring and training",
     "load-debug-rollout-data": _REPLAY,
     "debug-train-only": _REPLAY,
@@ -42,6 +44,7 @@ FROM_CHECKPOINT = "the model's shape is read from the checkpoint's config.json"
 
 IMPLIED = {
     "use-fault-tolerance": "dead engines are always replaced",
+    "get-mismatch-metrics": "engine and trainer are compared at every step",
     "balance-data": "micro-batches are always balanced over the ranks",
     "rollout-shuffle": "tasks are always shuffled, by --seed",
     "use-tensorboard": "TensorBoard files are always written; --no-tensorboard switches them off",
@@ -117,6 +120,10 @@ the command takes."""
 ADVICE = {
     "normalize-advantages": "--advantage-estimator reinforce_plus_plus and reinforce_plus_plus_baseline normalize over "
     "the batch, grpo within each group.",
+    "custom-tis-function-path": "--advantage-estimator FILE:CLASS: its correction(batch) gives each token's weight.",
+    "custom-advantage-function-path": "--advantage-estimator FILE:CLASS: its credit(batch) gives each token's own.",
+    "disable-rewards-normalization": "--advantage-estimator says how rewards are compared; dr_grpo and rloo divide by "
+    "nothing.",
     "eval-config": "Name each held-out set by --eval-prompt-data NAME PATH; a file of options is --config FILE.",
     "rollout-function-path": "--custom-generate-function-path replaces how one episode is played.",
     "num-epoch": "Give --num-rollout: epochs × tasks ÷ --rollout-batch-size.",

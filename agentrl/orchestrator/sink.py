@@ -192,6 +192,7 @@ def refuse_if_incomparable(groups: list[Group], chosen: set[str]) -> None:
     if not chosen:
         raise AgentRLError(
             f"no group of this rollout has two episodes that can be compared, so there is nothing to train on: "
-            f"{total // len(groups)} episodes a task were asked for (--n-samples-per-prompt, at least 2), "
+            f"{total // len(groups)} episodes a task were asked for (--n-samples-per-prompt, at least 2 where "
+            f"they are compared), "
             f"{len(failed)} of {total} failed{late}"
         )

@@ -5,13 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from agentrl.algorithms import ALGORITHMS, load_algorithm
 from agentrl.algorithms.cispo import CISPO
 from agentrl.algorithms.grpo import GRPO
 from agentrl.algorithms.kl import kl_estimate
 from agentrl.config.schema import AlgorithmOptions
 from agentrl.errors import ConfigError
+from agentrl.trainer.batch import micro_batch
 from agentrl.trainer.losses import Loss, Term, Tokens, kl, metrics_of
+from tests.trainer.samples import random_batch
 
 N = 200
 KL_TYPES = ("k2", "k3", "low_var_kl")
@@ -220,3 +225,46 @@ def test_missing_inputs_and_unknown_terms_are_errors():
 
     with pytest.raises(ConfigError, match="'cliped_surrogate' is neither one of clipped_surrogate"):
         loss_of(AlgorithmOptions(), Odd)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 999))
+def test_how_a_step_is_cut_and_what_is_masked_does_not_change_the_loss(name, seed):
+    """The loss is a sum over micro-batches, whatever the cut, the order, and whatever stands at masked tokens."""
+    rng = np.random.default_rng(seed)
+    options = AlgorithmOptions(
+        advantage_estimator=name, use_rollout_logprobs=False, use_kl_loss=True, kl_loss_coef=0.1, kl_coef=0.05,
+        use_tis=True, tis_level="geometric", use_rs=True, overlong_handling="mask", loss_scale_factor=40,
+    )  # fmt: skip
+    algorithm, batch = load_algorithm(options), random_batch(8, seed=seed, segments=2, groups=1)
+
+    def near():
+        return (batch["rollout"] + rng.normal(0, 0.1, batch.num_tokens)).astype(np.float32)
+
+    batch = batch.with_columns(old=near(), ref=near(), current=near())
+    dirty = {key: np.where(batch.loss_mask == 1, batch[key], 9.0).astype(np.float32) for key in ("old", "ref")}
+
+    def loss_and_gradient(batch, cut):
+        batch = batch.with_columns(**algorithm.prepare(batch))
+        columns = {"weight": algorithm.aggregate(batch, range(len(batch)))}
+        if algorithm.sequence_ratio:
+            columns["log_ratio"] = algorithm.log_ratio(batch)
+        batch, total, gradient = batch.with_columns(**columns), 0.0, np.zeros(batch.num_tokens)
+        for samples in cut:
+            micro = micro_batch(batch, samples)
+            tensors = {key: torch.tensor(values) for key, values in micro.columns.items()}
+            logprobs = tensors["current"].double().requires_grad_()
+            loss, _, _ = Loss(algorithm, options)(Tokens(logprobs, None, tensors))
+            loss.backward()
+            total, gradient[micro.at] = total + loss.item(), logprobs.grad.numpy()
+        return total, gradient
+
+    order = rng.permutation(len(batch)).tolist()
+    whole, expected = loss_and_gradient(batch, [range(len(batch))])
+    for other, cut in ((batch, [[n] for n in order]), (batch, [order[:3], [], order[3:]]), (dirty, [order])):
+        other = other if other is batch else batch.with_columns(**dirty)
+        total, gradient = loss_and_gradient(other, cut)
+        assert total == pytest.approx(whole, rel=1e-6, abs=1e-9)
+        assert np.allclose(gradient, expected, rtol=1e-5, atol=1e-9)
+        assert not gradient[batch.loss_mask == 0].any()
