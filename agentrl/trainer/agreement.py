@@ -118,7 +118,9 @@ class AgreementWatch:
 
     def warning(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """What to say after this step, if anything."""
-        mean, before = metrics.get(MEAN, 0.0), self._above
+        if MEAN not in metrics:  # a step without the policy
+            return None
+        mean, before = metrics[MEAN], self._above
         self._above = bool(self._warn) and not mean <= self._warn
         rise = self._trend.rose(mean)
         if rise and self._warn and not self._above:

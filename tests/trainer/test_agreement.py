@@ -77,4 +77,5 @@ def test_a_slow_rise_below_the_bound_is_told_once_for_each_doubling():
     assert len(texts) == 2 and "drift apart" in texts[0]
     assert "0.0125 nats in the mean of 8 steps, and by 0.005 before" in texts[0]
     rounding = AgreementWatch(0.1)  # 1e-6 to 1e-5 nats is no trend
+    assert watch.warning(99, {}) is None  # a step without the policy is no fall to 0
     assert not any(rounding.warning(n, {MEAN: 1e-6 * n, LARGEST: 1.0}) for n in range(50))
