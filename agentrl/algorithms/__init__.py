@@ -15,6 +15,7 @@ from agentrl.algorithms.cispo import CISPO
 from agentrl.algorithms.dr_grpo import DrGRPO
 from agentrl.algorithms.grpo import GRPO
 from agentrl.algorithms.gspo import GSPO
+from agentrl.algorithms.ppo import PPO
 from agentrl.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from agentrl.algorithms.rloo import RLOO
 from agentrl.errors import ConfigError
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["ALGORITHMS", "Algorithm", "TrainBatch", "load_algorithm", "trainable", "zero_variance_fraction"]
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
-    cls.name: cls for cls in (GRPO, DrGRPO, GSPO, CISPO, RLOO, ReinforcePlusPlus, ReinforcePlusPlusBaseline)
+    cls.name: cls for cls in (GRPO, DrGRPO, GSPO, CISPO, RLOO, PPO, ReinforcePlusPlus, ReinforcePlusPlusBaseline)
 }
 
 

@@ -46,7 +46,8 @@ class Algorithm:
     compares: ClassVar[bool] = False
     """Members of a group are compared with each other: a trajectory without a second one is not trained on."""
     needs: ClassVar[tuple[str, ...]] = ()
-    """Columns that credit or correction reads and the trainer infers first: ``old``, ``ref``."""
+    """Columns that credit or correction reads and the trainer infers first: ``old``, ``ref``, and ``values``, for which
+    there is a critic; then :meth:`returns` is what that learns."""
     terms: ClassVar[tuple[str, ...]] = ("clipped_surrogate", "kl", "entropy")
     """Loss terms, by the name of a function in :mod:`agentrl.trainer.losses` or of a method of this class with the
     same arguments."""
@@ -71,6 +72,10 @@ class Algorithm:
         ``batch["old"]``): importance weights, or a mask. None: 1. By default what ``--use-tis`` and ``--use-rs`` say,
         see :mod:`agentrl.algorithms.importance`."""
         return importance.correction(batch, self.options)
+
+    def returns(self, batch: TrainBatch) -> np.ndarray | None:
+        """What the critic's value of each token is to be, float[T]. None: there is no critic."""
+        return None
 
     def log_ratio(self, batch: TrainBatch) -> np.ndarray:
         """With ``sequence_ratio``: log of the trajectory's ratio on each of its tokens, float[T]. By default the mean
@@ -157,16 +162,19 @@ class Algorithm:
 
     def prepare(self, batch: TrainBatch) -> dict[str, np.ndarray]:
         """Columns to add to a batch that has what :meth:`infers` names: ``old`` where it is the engine's,
-        ``advantage``, ``correction``.
+        ``advantage``, ``correction``, ``returns``.
 
         Raises:
-            ConfigError: credit or correction have another shape than [T].
+            ConfigError: one of them has another shape than [T].
         """
         columns: dict[str, np.ndarray] = {}
         if self.options.use_rollout_logprobs:
             columns["old"] = batch["rollout"]
             batch = batch.with_columns(**columns)
-        for name, values in {"advantage": self.credit(batch), "correction": self.correction(batch)}.items():
+        given = {
+            "advantage": self.credit(batch), "correction": self.correction(batch), "returns": self.returns(batch)
+        }  # fmt: skip
+        for name, values in given.items():
             if values is None:
                 continue
             if np.shape(values) != (batch.num_tokens,):

@@ -410,15 +410,17 @@ class AlgorithmOptions:
 
     advantage_estimator: str = "grpo"
     """How rewards become credit, and the loss that goes with it: `grpo`, `dr_grpo`, `gspo`, `cispo`, `rloo`,
-    `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, or an algorithm of your own, `module:Class` or
+    `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `ppo`, or an algorithm of your own, `module:Class` or
     `file.py:Class` (docs/algorithms.md)."""
     grpo_std_normalization: bool = True
     """Divide by the group's standard deviation, with `grpo`, `gspo` and `cispo`."""
     credit_level: Literal["trajectory", "turn"] = "trajectory"
     """What a return is of: the whole trajectory, or each turn, which is then credited with what was earned from it
-    on."""
+    on. With `ppo`, what a step is: each turn, or otherwise each token."""
     gamma: Probability = 1.0
-    """Discount of what is earned a turn later, with --credit-level turn."""
+    """Discount of what is earned a turn later, with --credit-level turn; a step later, with `ppo`."""
+    lambd: Probability = 1.0
+    """Lambda of generalized advantage estimation, with `ppo`: 1 takes returns as they come, 0 trusts the critic."""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None
     """How the terms of tokens become one loss: every token alike; every trajectory alike, and its tokens alike; or each
     trajectory's sum divided by --loss-scale-factor. Unset: as the algorithm says."""
@@ -491,6 +493,23 @@ class AlgorithmOptions:
     logprob_abs_diff_stop: NonNegative | None = None
     """Stop, before the rollout is trained on, when they differ by more; 0 never does. Unset: 0.01 in fp32, 0.1 in
     bf16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticOptions:
+    """Critic, with `--advantage-estimator ppo`"""
+
+    critic_load: PathText | None = None
+    """Folder of the model in Hugging Face form that the critic starts from: one with a `score.weight` (a reward model),
+    or any other, whose values start at 0. It must share the policy's tokens. Unset: --hf-checkpoint."""
+    critic_lr: Annotated[float, Range(low=0.0, low_open=True)] | None = None
+    """Peak learning rate of the critic; unset: --lr. The rest of its optimizer is as the policy's."""
+    critic_lr_warmup_steps: Count = 0
+    """Optimizer steps of linear warm-up of the critic."""
+    value_clip: NonNegative = 0.2
+    """Clip range of a value in the critic's loss, around what it was before the update; 0 switches clipping off."""
+    num_critic_only_steps: Count = 0
+    """First rollouts of the run on which the critic alone is trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -623,6 +642,7 @@ class Config(
     SyncOptions,
     ParallelOptions,
     OptimizerOptions,
+    CriticOptions,
     AlgorithmOptions,
     SamplingOptions,
     LimitOptions,
@@ -642,6 +662,7 @@ class TrainerOptions(
     SeedOptions,
     ParallelOptions,
     OptimizerOptions,
+    CriticOptions,
     AlgorithmOptions,
     SamplingOptions,
     LoopOptions,

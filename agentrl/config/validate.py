@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import json
 import math
@@ -14,7 +15,7 @@ from agentrl.config.derive import batch_rule, constant_length
 from agentrl.config.foreign import remote_code
 from agentrl.config.megatron_options import problems as megatron_problems
 from agentrl.config.options import options
-from agentrl.config.schema import Config, EvalConfig, PassedOn
+from agentrl.config.schema import Config, CriticOptions, EvalConfig, PassedOn
 from agentrl.config.template import template_problems
 from agentrl.errors import ConfigError
 from agentrl.families.family import experts_of
@@ -189,6 +190,15 @@ def _model(config: Config | EvalConfig) -> Iterator[str]:
             and isinstance(reference := _read_model(config.ref_load), str)
         ):
             yield f"--ref-load: {reference}"
+        if config.critic_load is not None and _has_critic(config):
+            critic = _read_model(config.critic_load)
+            for problem in [critic] if isinstance(critic, str) else not_computed(critic):
+                yield f"--critic-load {config.critic_load}: {problem}."
+            if not isinstance(critic, str) and critic.get("vocab_size") != model.get("vocab_size"):
+                yield (
+                    f"--critic-load {config.critic_load} has a vocab_size of {critic.get('vocab_size')}, the policy of "
+                    f"{model.get('vocab_size')}: they must share their tokens."
+                )
         yield from megatron_problems(config.megatron, model)
         yield from _parallel(config, model)
 
@@ -262,6 +272,13 @@ def _numbers(config: Config) -> Iterator[str]:
         yield f"--lr-warmup-steps {config.lr_warmup_steps} is more than the run's {config.total_steps} optimizer steps."
     if config.min_lr > config.lr:
         yield f"--min-lr {config.min_lr:g} is more than --lr {config.lr:g}."
+    if _has_critic(config) and config.critic_lr is not None and config.min_lr > config.critic_lr:
+        yield f"--min-lr {config.min_lr:g} is more than --critic-lr {config.critic_lr:g}."
+    if config.num_critic_only_steps >= config.num_rollout:
+        yield (
+            f"--num-critic-only-steps {config.num_critic_only_steps} leaves none of the {config.num_rollout} rollouts "
+            "of --num-rollout for the policy."
+        )
     warn, stop = config.logprob_abs_diff_warn, config.logprob_abs_diff_stop
     if warn and stop and warn > stop:
         yield f"--logprob-abs-diff-warn {warn:g} is more than --logprob-abs-diff-stop {stop:g}: the run stops first."
@@ -279,6 +296,11 @@ def _has_reference(config: Config) -> bool:
     return config.use_kl_loss or config.kl_coef > 0 or is_spec(config.advantage_estimator)
 
 
+def _has_critic(config: Config) -> bool:
+    return config.advantage_estimator == "ppo" or is_spec(config.advantage_estimator)
+
+
+_CRITIC = tuple(field.name for field in dataclasses.fields(CriticOptions))
 _NEEDS: dict[str, tuple[Callable[[Config], bool], tuple[str, ...]]] = {
     "--no-use-dynamic-batch-size": (lambda c: not c.use_dynamic_batch_size, ("micro_batch_size",)),
     "--use-dynamic-batch-size": (lambda c: c.use_dynamic_batch_size, ("max_tokens_per_gpu",)),
@@ -297,7 +319,11 @@ _NEEDS: dict[str, tuple[Callable[[Config], bool], tuple[str, ...]]] = {
         lambda c: is_spec(c.advantage_estimator) or c.advantage_estimator in ("grpo", "gspo", "cispo"),
         ("grpo_std_normalization",),
     ),
-    "--credit-level turn": (lambda c: c.credit_level == "turn", ("gamma",)),
+    "--credit-level turn or --advantage-estimator ppo": (
+        lambda c: c.credit_level == "turn" or _has_critic(c),
+        ("gamma",),
+    ),
+    "--advantage-estimator ppo": (lambda c: _has_critic(c), ("lambd", *_CRITIC)),
     "--use-wandb": (lambda c: c.use_wandb, ("wandb_project",)),
     "--lr-decay-style linear or cosine": (lambda c: c.lr_decay_style != "constant", ("min_lr",)),
     "--eval-interval": (

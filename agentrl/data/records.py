@@ -29,7 +29,7 @@ MESSAGE_FIELDS = ("role", "content", "reasoning_content", "name", "tool_call_id"
 SEGMENT_ARRAYS = {"tokens": np.int32, "loss_mask": np.uint8, "logprobs": np.float32, "versions": np.int32}
 """Arrays of a segment, one entry a token each."""
 
-TRAINED_ARRAYS = ("advantage", "correction", "old", "current", "ref", "ratio")
+TRAINED_ARRAYS = ("advantage", "correction", "old", "current", "ref", "ratio", "values", "returns")
 """Arrays of what a segment was trained with, float32, where they were kept."""
 
 

@@ -132,14 +132,13 @@ class TrainerHandle:
         return (await self._all("the log-probabilities", "infer", batch[0], names))[0] if names else {}
 
     async def update(
-        self, batch: list[Any], columns: Mapping[str, np.ndarray], *, keep: bool = False
+        self, batch: list[Any], columns: Mapping[str, np.ndarray], *, keep: bool = False, critic_only: bool = False
     ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         """Train on a batch with these columns besides; metrics of rank 0, and what is kept of tokens."""
         import ray
 
-        call = self._all(
-            "the training step", "update", batch[0], ray.put(dict(columns)), num_steps=self.num_steps, keep=keep
-        )
+        how = {"num_steps": self.num_steps, "keep": keep, "critic_only": critic_only}
+        call = self._all("the training step", "update", batch[0], ray.put(dict(columns)), **how)
         return (await call)[0]
 
     async def refresh_reference(self) -> None:

@@ -57,7 +57,7 @@ KILLED = (
 )
 ADOPTIONS = 3
 """How often a fork tries to get hold of the newest checkpoint of a run that goes on."""
-PATHS = ("weight_snapshot_dir", "save", "save_hf", "hf_checkpoint", "ref_load", "chat_template")
+PATHS = ("weight_snapshot_dir", "save", "save_hf", "hf_checkpoint", "ref_load", "critic_load", "chat_template")
 HOOKS = (
     *("env", "custom_rm_path", "custom_generate_function_path", "data_source_path"),
     *("advantage_estimator", "custom_loss_function_path"),
@@ -245,7 +245,7 @@ def check_targets(cfg: Config, *, run: Path | None) -> None:
     target = Path(cfg.save_hf) if cfg.save_hf else None
     if target is None or not target.exists():
         return
-    models = [Path(model).resolve() for model in (cfg.hf_checkpoint, cfg.ref_load) if model]
+    models = [Path(model).resolve() for model in (cfg.hf_checkpoint, cfg.ref_load, cfg.critic_load) if model]
     if target.resolve() in models:
         raise ConfigError(f"--save-hf {target} is the model the run starts from: it would be replaced. Choose another.")
     exported = target.is_dir() and (target / "config.json").is_file() and any(target.glob("*.safetensors"))

@@ -70,8 +70,14 @@ async def training_loop(
             return
 
         progress.stage("training")
-        keep = bool(cfg.store_train_tokens)
-        trained, columns = await train(generated.batch, algorithm, trainer, version=step, keep=keep)
+        trained, columns = await train(
+            generated.batch,
+            algorithm,
+            trainer,
+            version=step,
+            keep=bool(cfg.store_train_tokens),
+            critic_only="values" in algorithm.needs and step < cfg.num_critic_only_steps,
+        )
         await rollout.mark_trained(columns)
 
         version = step + 1
@@ -98,7 +104,13 @@ async def training_loop(
 
 
 async def train(
-    reference: list[Any], algorithm: Algorithm, trainer: TrainerHandle, *, version: int, keep: bool
+    reference: list[Any],
+    algorithm: Algorithm,
+    trainer: TrainerHandle,
+    *,
+    version: int,
+    keep: bool,
+    critic_only: bool = False,
 ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """Train weights of this ``version`` on a batch; metrics, and the columns it was trained with: all with ``keep``,
     else ``advantage``."""
@@ -108,7 +120,8 @@ async def train(
     given = await asyncio.to_thread(algorithm.prepare, batch)
     batch = batch.with_columns(**given)
     age = np.where(batch.loss_mask == 1, version - batch["versions"], 0).astype(np.int32)
-    metrics, kept = await trainer.update(reference, inferred | given | {"age": age}, keep=keep)
+    columns = inferred | given | {"age": age}
+    metrics, kept = await trainer.update(reference, columns, keep=keep, critic_only=critic_only)
     metrics |= algorithm.metrics(batch)
     metrics["time/log_probs"] = inferred_at - began
     metrics["rollout/zero_variance"] = zero_variance_fraction(batch)
@@ -226,5 +239,5 @@ def report(version: int, metrics: dict[str, float], began: float, *, run: RunDir
         metrics["rollout/tokens_per_s"],
         f"step {version}: reward {metrics['rollout/reward']:.3f}  success {metrics['rollout/success']:.1%}  "
         f"turns {metrics['rollout/turns']:.1f}  {metrics['rollout/tokens_per_s']:,.0f} tokens/s  "
-        f"grad norm {metrics['train/grad_norm']:.2f}  {metrics['time/step']:.1f} s",
+        f"grad norm {metrics.get('train/grad_norm', 0.0):.2f}  {metrics['time/step']:.1f} s",
     )

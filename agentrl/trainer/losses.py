@@ -134,6 +134,21 @@ def entropy(tokens: Tokens, options: AlgorithmOptions) -> Term | None:
 TERMS: dict[str, TermFunction] = {f.__name__: f for f in (clipped_surrogate, clipped_weights, kl, entropy)}
 
 
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Term:
+    """The critic's squared error, half of it, with a value that moves by more than ``clip`` from what it was before the
+    update (``old``) counted as if it had stopped there, where that is worse (arXiv:2005.12729, section 3). 0: no clip.
+
+    Args:
+        values: float32[N] with gradient.
+    """
+    error = (values - returns).square()
+    if not clip:
+        return Term("value_loss", 0.5 * error, metrics={"value_clip_fraction": torch.zeros_like(error)})
+    clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
+    stopped = (clipped > error) & ((values - old).abs() > clip)  # within, the two differ by rounding
+    return Term("value_loss", 0.5 * torch.maximum(error, clipped), metrics={"value_clip_fraction": stopped})
+
+
 class Loss:
     """The terms of an algorithm as one loss; with ``--custom-loss-function-path`` that function in place of its policy
     term.
@@ -189,7 +204,8 @@ class Loss:
     def names(self) -> list[str]:
         """Names of the sums, the same on every rank, also one that has no last layer."""
         none = torch.zeros(0)
-        floats = ("weight", "rollout", "versions", "old", "ref", "advantage", "log_ratio", "correction")
+        of_critic = ("values", "returns")
+        floats = ("weight", "rollout", "versions", "old", "ref", "advantage", "log_ratio", "correction", *of_critic)
         columns = dict.fromkeys(floats, none)
         whose = dict.fromkeys(("sequence", "trajectory", "turn", "group"), none.long())
         return list(self(Tokens(none, none, columns | whose))[1])

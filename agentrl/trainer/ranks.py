@@ -120,12 +120,20 @@ class TrainActor:
         return columns if self.rank == 0 else None
 
     def update(
-        self, batch: TrainBatch, columns: Mapping[str, np.ndarray], *, num_steps: int = 1, keep: bool = False
+        self,
+        batch: TrainBatch,
+        columns: Mapping[str, np.ndarray],
+        *,
+        num_steps: int = 1,
+        keep: bool = False,
+        critic_only: bool = False,
     ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         """See :meth:`MegatronTrainer.update`. ``columns`` are those that the batch got since it was made; what is
         handed back of tokens is on rank 0 only."""
         with timed("trained %d steps on %d tokens", num_steps, batch.num_tokens):
-            metrics, kept = self._loaded.update(batch.with_columns(**columns), num_steps=num_steps, keep=keep)
+            metrics, kept = self._loaded.update(
+                batch.with_columns(**columns), num_steps=num_steps, keep=keep, critic_only=critic_only
+            )
         return metrics, kept if self.rank == 0 else {}
 
     def refresh_reference(self) -> None:

@@ -66,8 +66,8 @@ def test_metrics(groups):
     options = AlgorithmOptions(use_kl_loss=True, entropy_coef=0.1)
     sums = dict.fromkeys(loss.Loss(load_algorithm(options), options).names(), 1.0)
     trained = set(loss.metrics_of(sums, 0.0, 1.0))
-    for name in ("core.py", "policy.py"):
-        trained |= set(re.findall(r'"((?:train|time)/\w+)":', (MEGATRON / name).read_text(encoding="utf-8")))
+    for name in ("core.py", "policy.py", "critic.py"):
+        trained |= set(re.findall(r'"((?:train|critic|time)/\w+)":', (MEGATRON / name).read_text(encoding="utf-8")))
     for module in (base, importance):
         trained |= set(re.findall(r'"(train/\w+)"', inspect.getsource(module)))
     trained |= set(re.findall(r'f?"(train/\w+(?:/age_)?)', inspect.getsource(agreement.by_age).replace("{age}", "")))

@@ -58,7 +58,7 @@ class Trainer:
     async def infer(self, batch: list[str], names: Any) -> dict[str, Any]:
         return {}
 
-    async def update(self, batch: list[str], columns: Any, *, keep: bool) -> tuple[dict[str, float], dict[str, Any]]:
+    async def update(self, batch: list[str], columns: Any, **how: bool) -> tuple[dict[str, float], dict[str, Any]]:
         self.weights += batch
         return {"train/grad_norm": 1.0}, {}
 

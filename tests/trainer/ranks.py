@@ -14,6 +14,7 @@ OPTIONS = dict(
     lr=1e-3, use_kl_loss=True, kl_loss_coef=0.1, entropy_coef=0.01, rollout_temperature=0.8, max_tokens_per_gpu=150,
     distributed_timeout_minutes=2, **QUIET,
 )  # fmt: skip
+WITH_CRITIC = {**OPTIONS, "advantage_estimator": "ppo", "critic_lr": 2e-3}
 LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -57,16 +58,21 @@ def measure(trainer, folder: Path, original: dict) -> dict:
 
     exact = all(torch.equal(original[n], t) for n, t in trainer.export())
     batch = random_batch(12)
-    values = log_probs(trainer, batch)
+    values = [log_probs(trainer, batch)]
     steps = [train(trainer, batch), train(trainer, batch, 2)]
     # One sample for two ranks: one of them has an empty micro-batch.
     steps.append(train(trainer, random_batch(1)))
     trainer.save(folder / "state")
     trainer.save_hf(folder / "hf")
     keys = ("loss", "grad_norm", "kl_loss", "entropy", "clip_fraction", "logprob_abs_diff_max", "ess")
+    metrics = [f"train/{key}" for key in keys]
+    if trainer.critic is not None:
+        values.append(log_probs(trainer, batch, "values"))
+        of_critic = ("value_loss", "grad_norm", "value_clip_fraction", "explained_variance")
+        metrics += [f"critic/{key}" for key in of_critic]
     if trainer.layout.rank == 0:
         np.save(folder / "log_probs.npy", values)
-    return {"export_exact": exact, "steps": [{k: s[f"train/{k}"] for k in keys} for s in steps]}
+    return {"export_exact": exact, "steps": [{k: s[k] for k in metrics} for s in steps]}
 
 
 RELOADS = {"tp2 sp to pp2": "tp2 sp", "pp2 to dp2 dist": "pp2", "dp2 dist to tp2": "dp2 dist"}
@@ -82,7 +88,7 @@ def run(rank: int, listeners: dict[str, socket.socket], checkpoint: str, out: st
     original = load_file(Path(checkpoint) / "model.safetensors")
     results = {}
     for name in LAYOUTS:
-        options = TrainerOptions(**OPTIONS, **LAYOUTS[name])
+        options = TrainerOptions(**WITH_CRITIC, **LAYOUTS[name])
         trainer = join(rank, 2, listeners[name], checkpoint, options)
         folder = Path(out) / name
         folder.mkdir(exist_ok=True)
@@ -94,7 +100,7 @@ def run(rank: int, listeners: dict[str, socket.socket], checkpoint: str, out: st
         results[name] = one_step(trainer)
         trainer.close()
     for key, source in RELOADS.items():
-        options = TrainerOptions(**OPTIONS, **LAYOUTS[key.split(" to ")[1]])
+        options = TrainerOptions(**WITH_CRITIC, **LAYOUTS[key.split(" to ")[1]])
         trainer = join(rank, 2, listeners[key], checkpoint, options)
         trainer.load(Path(out) / source / "state")
         saved = load_file(Path(out) / source / "hf" / "model.safetensors")

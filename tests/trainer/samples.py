@@ -128,7 +128,10 @@ def train(trainer, batch, num_steps=1):
     if not trainer.options.use_rollout_logprobs:
         batch = fresh(batch)
     names = [n for n in trainer.algorithm.infers(batch.steps(num_steps)) if n not in batch.columns]
-    return trainer.update(batch.with_columns(**trainer.infer(batch, names)), num_steps=num_steps)[0]
+    batch = batch.with_columns(**trainer.infer(batch, names))
+    if "values" in batch.columns:
+        batch = batch.with_columns(returns=batch["values"] + batch["advantage"])
+    return trainer.update(batch, num_steps=num_steps)[0]
 
 
 def log_probs(trainer, batch, which="old"):

@@ -38,17 +38,19 @@ class Conversion:
     Attributes:
         hf_config: of the checkpoint.
         config: Megatron's, made of it.
+        logits: whether the model has an output layer; otherwise it ends with hidden states.
     """
 
     hf_config: PretrainedConfig
     family: Family
     config: TransformerConfig
     layout: Layout
+    logits: bool = True
 
     @property
     def tied(self) -> bool:
         """Whether the output layer is the embedding."""
-        return bool(getattr(self.hf_config, "tie_word_embeddings", False))
+        return self.logits and bool(getattr(self.hf_config, "tie_word_embeddings", False))
 
     @property
     def vocab_size(self) -> int:
@@ -195,11 +197,12 @@ class Conversion:
         """Whether a tensor of a file is none of the model that acts.
 
         Old files keep rotary frequencies; a tied head is the embedding, whatever the file has for it; the layers behind
-        the last predict further tokens, for speculative decoding.
+        the last predict further tokens, for speculative decoding. A model without logits takes no head.
         """
         return (
             hf_name.endswith("rotary_emb.inv_freq")
             or (self.tied and hf_name == "lm_head.weight")
+            or (not self.logits and hf_name in ("lm_head.weight", "score.weight"))
             or self.predicts_further(hf_name)
         )
 

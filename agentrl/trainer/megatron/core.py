@@ -38,6 +38,7 @@ from agentrl.trainer.megatron.layers import has_transformer_engine  # noqa: E402
 from agentrl.trainer.megatron.optimizer import build_optimizer, build_scheduler, optimizer_step  # noqa: E402
 from agentrl.trainer.megatron.parallel import Layout  # noqa: E402
 from agentrl.trainer.megatron.state import ModelState  # noqa: E402
+from agentrl.trainer.megatron.value_head import ValueHead  # noqa: E402
 
 
 @dataclass
@@ -63,27 +64,39 @@ class Core:
         hf_checkpoint: directory the weights, the architecture and the tokenizer files come from.
         options: the trainer's.
         layout: where this rank stands in a world that it has joined.
+        total_steps: optimizer steps of the run, over which the learning rate goes its way.
+        values: it has a head that gives a value in place of the output layer that gives logits.
 
     Raises:
         ConfigError: unknown Megatron options, an unknown architecture.
         CheckpointError: the checkpoint directory is not usable.
     """
 
-    def __init__(self, hf_checkpoint: str | Path, options: TrainerOptions, layout: Layout):
+    def __init__(
+        self,
+        hf_checkpoint: str | Path,
+        options: TrainerOptions,
+        layout: Layout,
+        *,
+        total_steps: int,
+        values: bool = False,
+    ):
         self.hf_checkpoint, self.options, self.layout = Path(hf_checkpoint), options, layout
         hf_config = models.read_config(hf_checkpoint)
         models.check_overrides(options, hf_config)
         self.device = torch.device("cpu") if cpu.on_cpu() else torch.device("cuda", torch.cuda.current_device())
-        self.conversion = models.make_conversion(hf_config, options, layout)
+        self.conversion = models.make_conversion(hf_config, options, layout, logits=not values)
         self.model = models.build_model(self.conversion)
+        self.conversion.load(self.model, self.hf_checkpoint)
+        if values and layout.last_stage:
+            self.model.value_head = ValueHead.read(self.model.config, self.hf_checkpoint)
         self.ddp = models.wrap_ddp(self.model, options)
         self.model.config.finalize_model_grads_func = finalize_model_grads
         if self.ddp.ddp_config.overlap_grad_reduce:
             # Gradients travel after the last micro-batch; Megatron otherwise expects as many of them in each step.
             self.model.config.no_sync_func = self.ddp.no_sync
-        self.conversion.load(self.model, self.hf_checkpoint)
         self.optimizer = build_optimizer(self.ddp, options)
-        self.scheduler = build_scheduler(self.optimizer, options, options.total_steps)
+        self.scheduler = build_scheduler(self.optimizer, options, total_steps)
         # Megatron's --overlap-param-gather: updated weights reach the other ranks in the next forward pass.
         self.gathers_late = self.ddp.use_forward_hook
         self._state = ModelState(self.model, self.conversion, self.optimizer, self.scheduler, layout)
@@ -167,12 +180,12 @@ class Core:
             columns={name: put(values) for name, values in micro.columns.items()},
         )
 
-    def update(self) -> dict[str, float]:
+    def update(self) -> tuple[bool, float, float]:
         """Update the weights from the gradients in the buffers. See `optimizer_step`."""
         updated, norm, rate = optimizer_step(self.optimizer, self.scheduler, self.options.clip_grad)
         self.steps_done += 1
         self.steps_skipped += not updated
-        return {"train/grad_norm": norm, "train/lr": rate, "train/steps_skipped": float(not updated)}
+        return updated, norm, rate
 
     def settle(self) -> None:
         """After the last update: export and log-probabilities would otherwise see some weights of before."""

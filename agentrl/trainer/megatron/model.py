@@ -77,7 +77,9 @@ def read_config(hf_checkpoint: str | Path) -> PretrainedConfig:
     return config
 
 
-def make_conversion(hf_config: PretrainedConfig, options: TrainerOptions, layout: Layout) -> Conversion:
+def make_conversion(
+    hf_config: PretrainedConfig, options: TrainerOptions, layout: Layout, *, logits: bool = True
+) -> Conversion:
     """Megatron's configuration for this architecture, with the names and layouts of its weights."""
     family, model, dtype = families.family(hf_config.model_type), hf_config.to_dict(), resolve_dtype(options)
     settings = family.settings(model)
@@ -100,7 +102,7 @@ def make_conversion(hf_config: PretrainedConfig, options: TrainerOptions, layout
     if not config.multi_latent_attention and scale != 1.0:
         # Megatron multiplies cosine and sine with 0.1 ln(this) + 1.
         config.yarn_rotary_scaling_factor = math.exp(10.0 * (scale - 1.0))
-    return Conversion(hf_config, family, config, layout)
+    return Conversion(hf_config, family, config, layout, logits)
 
 
 # Megatron's own choice, attention, would save nothing: both kinds of attention here keep no scores anyway.
@@ -189,7 +191,7 @@ _SPLIT_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLin
 
 
 def build_model(conversion: Conversion) -> PolicyModel:
-    """This rank's part of the model, weights not yet set."""
+    """This rank's part of the model, weights not yet set; without output layer where the conversion has no logits."""
     hf_config, config, layout = conversion.hf_config, conversion.config, conversion.layout
     frequencies, scale = _rotary(hf_config)
     model = PolicyModel(
@@ -202,6 +204,8 @@ def build_model(conversion: Conversion) -> PolicyModel:
         share_embeddings_and_output_weights=conversion.tied,
         position_embedding_type="rope",
     )
+    if not conversion.logits and layout.last_stage:
+        del model.output_layer
     frequencies = frequencies.to(next(model.parameters()).device)
     if not config.multi_latent_attention:
         model.rotary_pos_emb = Rotary(frequencies, interleaved=config.rotary_interleaved)

@@ -124,7 +124,9 @@ class Policy:
                 aged = agreement.by_age(batch, current, step.samples)
             for name, values in kept.items():
                 values += core.whole(results, name, batch.num_tokens)
-            reports.append(report | core.update() | {"train/micro_batches": float(step.num_micro_batches)})
+            updated, norm, rate = core.update()
+            report |= {"train/grad_norm": norm, "train/lr": rate, "train/steps_skipped": float(not updated)}
+            reports.append(report | {"train/micro_batches": float(step.num_micro_batches)})
         core.settle()
         seconds = time.perf_counter() - began
         metrics = {name: float(np.mean([r[name] for r in reports])) for name in reports[0]}

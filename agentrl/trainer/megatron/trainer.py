@@ -17,6 +17,7 @@ from agentrl.config.schema import TrainerOptions
 from agentrl.errors import ConfigError
 from agentrl.trainer.megatron import parallel
 from agentrl.trainer.megatron.core import Core
+from agentrl.trainer.megatron.critic import Critic
 from agentrl.trainer.megatron.policy import Policy
 
 
@@ -49,28 +50,38 @@ class MegatronTrainer:
         self.algorithm = load_algorithm(options)
         self.layout = parallel.initialize(rank, world_size, init_method, options, listener)
         try:
-            self.policy = Policy(Core(hf_checkpoint, options, self.layout), self.algorithm)
+            self.critic = Critic.of(hf_checkpoint, options, self.layout, self.algorithm)
+            alone = options.num_critic_only_steps * (options.num_steps_per_rollout or 1) if self.critic else 0
+            steps = options.total_steps - alone
+            self.policy = Policy(Core(hf_checkpoint, options, self.layout, total_steps=steps), self.algorithm)
         except BaseException:
             parallel.shutdown()
             raise
         self.parts: dict[str, Core] = {"policy": self.policy.core}
+        if self.critic is not None:
+            self.parts["critic"] = self.critic.core
         """The models by the names they have in a checkpoint."""
 
     def infer(self, batch: TrainBatch, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """Columns float32[T] of these names: ``old`` and ``ref``, log-probabilities before the update.
+        """Columns float32[T] of these names: ``old`` and ``ref``, log-probabilities before the update, and the critic's
+        ``values``.
 
         Raises:
             ConfigError: no model computes one of them.
         """
-        if wrong := [name for name in names if name not in Policy.columns]:
-            raise ConfigError(f"no model computes {', '.join(wrong)}; the trainer infers {', '.join(Policy.columns)}")
-        return {name: self.policy.infer(batch, name) for name in names}
+        models: list[Policy | Critic] = [self.policy] if self.critic is None else [self.policy, self.critic]
+        of = {column: model for model in models for column in model.columns}
+        if wrong := [name for name in names if name not in of]:
+            raise ConfigError(f"no model computes {', '.join(wrong)}; the trainer infers {', '.join(of)}")
+        return {name: of[name].infer(batch, name) for name in names}
 
     def update(
-        self, batch: TrainBatch, *, num_steps: int = 1, keep: bool = False
+        self, batch: TrainBatch, *, num_steps: int = 1, keep: bool = False, critic_only: bool = False
     ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-        """See :meth:`Policy.update`."""
-        return self.policy.update(batch, num_steps=num_steps, keep=keep)
+        """Update the policy, unless ``critic_only``, and the critic, if there is one. See :meth:`Policy.update`."""
+        # The policy first: its engine may disagree, and then nothing is to have changed.
+        metrics, kept = ({}, {}) if critic_only else self.policy.update(batch, num_steps=num_steps, keep=keep)
+        return metrics | ({} if self.critic is None else self.critic.update(batch, num_steps=num_steps)), kept
 
     def refresh_reference(self) -> None:
         """See :meth:`Policy.refresh_reference`."""
