@@ -59,6 +59,10 @@ class DisagreementError(AgentRLError):
     """Engine and trainer compute different policies from the same weights."""
 
 
+class GradientError(AgentRLError):
+    """Gradients were not finite too often in a row."""
+
+
 class LedgerError(AgentRLError):
     """A token invariant was violated. Always a defect of ours, never of the environment."""
 

@@ -80,6 +80,8 @@ RENAMED = {
     "ref-model": "--ref-load",
     "train-iters": "--num-rollout",
     "lr-warmup-iters": "--lr-warmup-steps",
+    "lr-wsd-decay-iters": "--lr-wsd-decay-steps",
+    "end-weight-decay": "--weight-decay",
     "critic-lr-warmup-iters": "--critic-lr-warmup-steps",
     "learning-rate": "--lr",
     "batch-size": "--rollout-batch-size",

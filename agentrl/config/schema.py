@@ -522,16 +522,26 @@ class OptimizerOptions:
     """Learning rate to which the decay leads: the step after the run's last one would have it."""
     lr_warmup_steps: Count = 0
     """Optimizer steps of linear warm-up."""
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Schedule after the warm-up, over the optimizer steps of the whole run."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
+    """Schedule after the warm-up, over the optimizer steps of the whole run; `WSD` stays at the peak, then decays."""
+    lr_wsd_decay_steps: Positive | None = None
+    """Last optimizer steps of the run, over which `WSD` decays."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
+    """How it does."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay, of matrices; norms and biases have none."""
+    start_weight_decay: NonNegative | None = None
+    """Weight decay of the run's first optimizer step, from which it goes to --weight-decay; unset: the same."""
+    weight_decay_incr_style: Literal["linear", "cosine"] = "linear"
+    """How it goes there."""
     adam_beta1: Beta = 0.9
     """Decay of Adam's first moment."""
     adam_beta2: Beta = 0.98
     """Decay of Adam's second moment."""
     clip_grad: NonNegative = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
+    max_skipped_steps: Count = 3
+    """Optimizer steps in a row that are left out because a gradient is not finite; one more ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True)

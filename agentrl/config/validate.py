@@ -270,6 +270,7 @@ def _layout(config: Config) -> Iterator[str]:
 def _numbers(config: Config) -> Iterator[str]:
     if config.lr_warmup_steps > config.total_steps:
         yield f"--lr-warmup-steps {config.lr_warmup_steps} is more than the run's {config.total_steps} optimizer steps."
+    yield from _schedules(config)
     if config.min_lr > config.lr:
         yield f"--min-lr {config.min_lr:g} is more than --lr {config.lr:g}."
     if _has_critic(config) and config.critic_lr is not None and config.min_lr > config.critic_lr:
@@ -290,6 +291,17 @@ def _numbers(config: Config) -> Iterator[str]:
             f"--eps-clip-high {config.eps_clip_high:g} is less than --eps-clip {config.eps_clip:g}: the upper "
             "range is the wider one."
         )
+
+
+def _schedules(config: Config) -> Iterator[str]:
+    decay, left = config.lr_wsd_decay_steps, config.total_steps - config.lr_warmup_steps
+    if config.lr_decay_style == "WSD" and decay is None:
+        yield "--lr-decay-style WSD needs --lr-wsd-decay-steps: the last optimizer steps, over which it decays."
+    elif config.lr_decay_style == "WSD" and decay is not None and decay > left:
+        yield f"--lr-wsd-decay-steps {decay} is more than the {left} optimizer steps of the run after the warm-up."
+    start = config.start_weight_decay
+    if start is not None and start > config.weight_decay:
+        yield f"--start-weight-decay {start:g} is more than --weight-decay {config.weight_decay:g}, to which it grows."
 
 
 def _has_reference(config: Config) -> bool:
@@ -325,7 +337,12 @@ _NEEDS: dict[str, tuple[Callable[[Config], bool], tuple[str, ...]]] = {
     ),
     "--advantage-estimator ppo": (lambda c: _has_critic(c), ("lambd", *_CRITIC)),
     "--use-wandb": (lambda c: c.use_wandb, ("wandb_project",)),
-    "--lr-decay-style linear or cosine": (lambda c: c.lr_decay_style != "constant", ("min_lr",)),
+    "--lr-decay-style linear, cosine, inverse-square-root or WSD": (
+        lambda c: c.lr_decay_style != "constant",
+        ("min_lr",),
+    ),
+    "--lr-decay-style WSD": (lambda c: c.lr_decay_style == "WSD", ("lr_wsd_decay_steps", "lr_wsd_decay_style")),
+    "--start-weight-decay": (lambda c: c.start_weight_decay is not None, ("weight_decay_incr_style",)),
     "--eval-interval": (
         lambda c: c.eval_interval > 0,
         ("eval_prompt_data", "eval_env", "eval_own_split", "eval_before_train", "best_metric"),

@@ -19,7 +19,7 @@ from agentrl.config.schema import AlgorithmOptions
 from agentrl.data.checkpoint import Best
 from agentrl.data.run_folder import scalars_of
 from agentrl.engines.world import World
-from agentrl.orchestrator.notices import Lasting, nothing_to_learn
+from agentrl.orchestrator.notices import Lasting, nothing_to_learn, steps_left_out
 from agentrl.progress import Progress
 from agentrl.trainer.agreement import AgreementWatch, Bounds
 
@@ -88,6 +88,7 @@ async def training_loop(
         progress.warn(lasting.say("lost", generated.lost))
         progress.warn(generated.dropped)
         progress.warn(lasting.say("learning", nothing_to_learn(generated.metrics | trained)))
+        progress.warn(lasting.say("gradients", steps_left_out(trained)))
         if warning := watch.warning(version, trained):
             log.warning(warning)
             progress.log(Text(warning, style="yellow"))

@@ -36,6 +36,15 @@ def nothing_to_learn(metrics: Mapping[str, float]) -> str | None:
     )
 
 
+def steps_left_out(metrics: Mapping[str, float]) -> str | None:
+    """That optimizer steps were left out; None where none was."""
+    left = {kind: int(metrics.get(f"{kind}/steps_skipped", 0)) for kind in ("train", "critic")}
+    if not any(left.values()):
+        return None
+    of = " and ".join(f"{n} of the {'policy' if kind == 'train' else kind}" for kind, n in left.items() if n)
+    return f"optimizer steps of this rollout were left out, {of}: a gradient was not finite (--max-skipped-steps)"
+
+
 class Lasting:
     """Says what lasts when it begins, and again after twice as many steps each time: not a line at every step."""
 

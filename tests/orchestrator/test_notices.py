@@ -9,7 +9,7 @@ from agentrl.algorithms import zero_variance_fraction
 from agentrl.config import load_config, load_eval_config
 from agentrl.config.presets import demo_alone
 from agentrl.orchestrator.metrics import rollout_metrics
-from agentrl.orchestrator.notices import Lasting, lost_episodes, nothing_to_learn
+from agentrl.orchestrator.notices import Lasting, lost_episodes, nothing_to_learn, steps_left_out
 from agentrl.progress import Progress
 from agentrl.types import Group, Segment, StopReason, Task, Trajectory
 from tests.trainer.samples import credited
@@ -37,6 +37,12 @@ def test_equal_rewards_teach_nothing():
     assert "teaches nothing" in text and "mean 0.000" in text and "agentrl show" in text
     assert "harder tasks" in nothing_to_learn(metrics(group("a", 1, 1, success=True)))
     assert nothing_to_learn(metrics(group("a", 0, 0), group("b", 0, 1))) is None
+
+
+def test_steps_that_were_left_out_are_said():
+    assert steps_left_out({"train/steps_skipped": 0.0}) is None
+    text = steps_left_out({"train/steps_skipped": 2.0, "critic/steps_skipped": 1.0})
+    assert "2 of the policy and 1 of the critic" in text
 
 
 def test_lost_episodes_are_counted_with_their_error():

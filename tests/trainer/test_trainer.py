@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from agentrl.algorithms import TrainBatch
 from agentrl.config.schema import OptimizerOptions
-from agentrl.errors import CheckpointError, ConfigError
-from tests.trainer.samples import log_probs, random_batch, tiny_checkpoint, train
+from agentrl.errors import CheckpointError, ConfigError, GradientError
+from tests.trainer.samples import fresh, log_probs, random_batch, tiny_checkpoint, train
 
 EACH_ALONE = {"use_dynamic_batch_size": False, "micro_batch_size": 1}
 
@@ -171,6 +171,47 @@ def test_a_bad_gradient_changes_nothing(make_trainer):
     assert after["train/lr"] == pytest.approx(1e-3 * 2 / 4)
 
 
+def test_a_run_of_bad_gradients_ends(make_trainer):
+    batch, trainer = random_batch(4), make_trainer(max_skipped_steps=1, advantage_estimator="ppo")
+    nan = np.full(batch.num_tokens, np.nan, np.float32)
+    bad = batch.with_columns(values=0 * batch["old"], returns=batch["old"], advantage=nan)
+    fine = bad.with_columns(advantage=batch["advantage"])
+    assert trainer.update(bad)[0]["train/steps_skipped"] == 1
+    assert trainer.update(fine)[0]["train/steps_skipped"] == 0  # it counts in a row
+    assert trainer.update(bad)[0]["train/steps_skipped"] == 1
+    with pytest.raises(GradientError, match="2 optimizer steps in a row .*--max-skipped-steps 1"):
+        trainer.update(bad)
+    with pytest.raises(GradientError):
+        trainer.update(fine.with_columns(returns=nan), num_steps=3)  # the critic's count too
+
+
+def test_three_steps_equal_torchs_adamw_with_its_groups_clipping_and_schedule(make_trainer, checkpoint):
+    """Gradients by Megatron and by transformers, then two optimizers: decay on matrices alone, clipped by the norm of
+    all, moved along a cosine."""
+    settings = {"lr": 1e-3, "min_lr": 1e-4, "lr_decay_style": "cosine", "num_rollout": 3, "weight_decay": 0.3}
+    trainer = make_trainer(**settings, clip_grad=0.05, adam_beta1=0.8, adam_beta2=0.9)
+    model, batch = hf_model(checkpoint, torch.float64), fresh(random_batch(6))
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}], betas=(0.8, 0.9)
+    )
+    advantage = torch.from_numpy(batch["advantage"][batch.loss_mask == 1]).double()
+    for k in range(3):
+        metrics = train(trainer, batch)
+        optimizer.zero_grad()
+        (-advantage * hf_log_probs(model, batch)).mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-4 + 9e-4 * (1 + math.cos(math.pi * k / 3)) / 2
+        optimizer.step()
+        assert norm > 0.05 and metrics["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    theirs = model.state_dict()
+    for name, tensor in trainer.export():
+        # Where a gradient is as small as Adam's epsilon the two may part by a share of a step.
+        assert (tensor - theirs[name]).abs().mean() < 1e-2 * 1e-3, name
+
+
 @pytest.mark.parametrize("style", ["linear", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 1, 3])
 def test_the_learning_rate_has_its_peak_once_and_is_never_at_its_end(style, warmup):
@@ -190,6 +231,49 @@ def test_the_learning_rate_has_its_peak_once_and_is_never_at_its_end(style, warm
         left = 1 - part if style == "linear" else (1 + math.cos(math.pi * part)) / 2
         assert rate == pytest.approx(lr * k / warmup if k < peak else least + (lr - least) * left), k
     assert rates[peak - 1] == lr and rates.count(lr) == 1 and rates[-1] > least
+
+
+DECAYS = {
+    "linear": lambda part: 1 - part,
+    "cosine": lambda part: (1 + math.cos(math.pi * part)) / 2,
+    "exponential": lambda part: 2 * 0.5**part - 1,
+    "minus_sqrt": lambda part: 1 - math.sqrt(part),
+}
+
+
+@pytest.mark.parametrize("style", DECAYS)
+def test_wsd_stays_at_the_peak_until_its_decay(style):
+    rates, _ = scheduled(10, lr_decay_style="WSD", lr_wsd_decay_steps=4, lr_wsd_decay_style=style, lr_warmup_steps=2)
+    expected = [0.5e-3, *[1e-3] * 6, *(1e-4 + 9e-4 * DECAYS[style](k / 4) for k in (1, 2, 3))]
+    assert rates == pytest.approx(expected)
+
+
+def test_inverse_square_root_goes_on_from_the_warm_up():
+    rates, _ = scheduled(6, lr_decay_style="inverse-square-root", lr_warmup_steps=3, min_lr=7e-4)
+    assert rates == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3 * (2 / 3) ** 0.5, 1e-3 * (2 / 4) ** 0.5, 7e-4])
+
+
+@pytest.mark.parametrize(("style", "middle"), [("linear", 0.5), ("cosine", 0.5), ("cosine", None)])
+def test_weight_decay_goes_from_its_start_to_its_end(style, middle):
+    steps = 5 if middle else 4
+    _, decays = scheduled(steps, weight_decay=0.4, start_weight_decay=0.2, weight_decay_incr_style=style)
+    parts = [k / (steps - 1) for k in range(steps)]
+    share = {"linear": lambda p: p, "cosine": lambda p: (1 - math.cos(math.pi * p)) / 2}[style]
+    assert decays == pytest.approx([0.2 + 0.2 * share(p) for p in parts])
+    assert scheduled(3, weight_decay=0.4)[1] == [0.4] * 3
+
+
+def scheduled(steps, **options):
+    """Learning rate and weight decay of each optimizer step."""
+    from agentrl.trainer.megatron.optimizer import build_scheduler
+
+    group = {"lr": 0.0}
+    options = OptimizerOptions(**{"lr": 1e-3, "min_lr": 1e-4, **options})
+    scheduler, seen = build_scheduler(SimpleNamespace(param_groups=[group]), options, steps), []
+    for _ in range(steps):
+        seen.append((group["lr"], group["weight_decay"]))
+        scheduler.step(1)
+    return [rate for rate, _ in seen], [decay for _, decay in seen]
 
 
 @pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": True}, {"dtype": "bf16"}])

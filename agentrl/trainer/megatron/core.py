@@ -21,6 +21,7 @@ from torch import Tensor
 
 from agentrl.algorithms import TrainBatch
 from agentrl.config.schema import TrainerOptions
+from agentrl.errors import GradientError
 from agentrl.trainer import packing
 from agentrl.trainer.batch import micro_batch
 from agentrl.trainer.megatron import cpu
@@ -100,7 +101,7 @@ class Core:
         # Megatron's --overlap-param-gather: updated weights reach the other ranks in the next forward pass.
         self.gathers_late = self.ddp.use_forward_hook
         self._state = ModelState(self.model, self.conversion, self.optimizer, self.scheduler, layout)
-        self.steps_done = self.steps_skipped = 0
+        self.steps_done = self.steps_skipped = self._in_a_row = 0
 
     def load_hf(self, path: str | Path) -> None:
         """Set the weights from a Hugging Face checkpoint directory of the same architecture."""
@@ -181,10 +182,21 @@ class Core:
         )
 
     def update(self) -> tuple[bool, float, float]:
-        """Update the weights from the gradients in the buffers. See `optimizer_step`."""
+        """Update the weights from the gradients in the buffers. See `optimizer_step`.
+
+        Raises:
+            GradientError: too many in a row had gradients that are not finite (``--max-skipped-steps``).
+        """
         updated, norm, rate = optimizer_step(self.optimizer, self.scheduler, self.options.clip_grad)
         self.steps_done += 1
         self.steps_skipped += not updated
+        self._in_a_row = 0 if updated else self._in_a_row + 1
+        if self._in_a_row > self.options.max_skipped_steps:
+            raise GradientError(
+                f"the gradients of {self._in_a_row} optimizer steps in a row are not finite (norm {norm}), more than "
+                f"--max-skipped-steps {self.options.max_skipped_steps}: nothing would be learned any more. Go "
+                "on from a checkpoint of before with a smaller --lr, or look at rewards and advantages of this rollout"
+            )
         return updated, norm, rate
 
     def settle(self) -> None:

@@ -35,10 +35,13 @@ def build_optimizer(model: DistributedDataParallel, options: TrainerOptions) -> 
 def build_scheduler(
     optimizer: MegatronOptimizer, options: OptimizerOptions, total_steps: int
 ) -> OptimizerParamScheduler:
-    """Linear warm-up, then ``options.lr_decay_style``. Counts the optimizer steps that were taken.
+    """Linear warm-up, then ``options.lr_decay_style``; weight decay from its start to its end. Counts the optimizer
+    steps that were taken.
 
     With a warm-up of W steps and N = ``total_steps`` in all, step k = 1, 2, ... has lr * k / W up to k = W; from there
-    the style takes lr at k = max(W, 1) to min_lr at k = N + 1. So one step has the peak, and none has min_lr.
+    the style takes lr at k = max(W, 1) to min_lr at k = N + 1. So one step has the peak, and none has min_lr. WSD stays
+    at the peak up to k = N + 1 - ``lr_wsd_decay_steps``. ``inverse-square-root`` has min_lr as its least and no end.
+    Weight decay is ``start_weight_decay`` at k = 1 and ``weight_decay`` at k = N.
     """
     # Before step k the scheduler has counted k - 1, so its warm-up starts at the first step's rate.
     warmup = max(options.lr_warmup_steps - 1, 0)
@@ -50,10 +53,12 @@ def build_scheduler(
         lr_warmup_steps=warmup,
         lr_decay_steps=max(total_steps, warmup + 1),
         lr_decay_style=options.lr_decay_style,
-        start_wd=options.weight_decay,
+        start_wd=options.weight_decay if options.start_weight_decay is None else options.start_weight_decay,
         end_wd=options.weight_decay,
-        wd_incr_steps=1,
-        wd_incr_style="constant",
+        wd_incr_steps=max(total_steps - 1, 1),
+        wd_incr_style="constant" if options.start_weight_decay is None else options.weight_decay_incr_style,
+        wsd_decay_steps=options.lr_wsd_decay_steps,
+        lr_wsd_decay_style=options.lr_wsd_decay_style,
     )
 
 
