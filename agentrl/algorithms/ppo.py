@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from agentrl.algorithms import overlong
 from agentrl.algorithms.base import Algorithm
 from agentrl.algorithms.batch import TrainBatch
 
@@ -18,7 +19,7 @@ class PPO(Algorithm):
     ended it.
 
     The reward of a turn comes with its last token (``rewards_of_turns``); ``--kl-coef`` takes ``log(old / ref)`` from
-    the reward of each token.
+    the reward of each token, and ``--overlong-handling penalty`` is taken from that of the last one of all.
 
     With ``--credit-level turn`` a step is a turn: its value is that of its first token, its reward the sum over its
     tokens, and all of them share its advantage and its return. ``--gamma`` and ``--lambd`` then count turns.
@@ -53,6 +54,8 @@ class PPO(Algorithm):
         rewards, at = np.zeros(batch.num_tokens), np.flatnonzero(batch.loss_mask)
         last = at[np.flatnonzero(np.diff(batch.turn[at], append=-1))]
         rewards[last] = batch.rewards_of_turns[batch.trajectory[last], batch.turn_in_trajectory[last]]
+        final = at[np.flatnonzero(np.diff(batch.trajectory[at], append=-1))]
+        rewards[final] -= overlong.penalty(batch, self.options)[batch.trajectory[final]]
         if self.options.kl_coef:
             rewards -= self.options.kl_coef * batch.loss_mask * self.kl_to_reference(batch)
         return rewards

@@ -44,7 +44,12 @@ def noisy(batch, *, seed=0, scale=0.3):
 def credit(batch, name, **options):
     """Advantage of each token, as the trainer gets it."""
     algorithm = load_algorithm(AlgorithmOptions(advantage_estimator=name, use_rollout_logprobs=False, **options))
-    return algorithm.prepare(batch)["advantage"]
+    return algorithm.prepare(valued(batch, algorithm))["advantage"]
+
+
+def valued(batch, algorithm):
+    """The batch with values of a critic that knows nothing, if there is one."""
+    return batch.with_columns(values=np.zeros(batch.num_tokens)) if "values" in algorithm.needs else batch
 
 
 def by_turn(batch, values):

@@ -124,6 +124,13 @@ def test_rewards_come_with_the_last_token_of_their_turn():
     assert advantage.tolist() == [0.0, 0.0, 1.75]
 
 
+def test_the_penalty_for_length_comes_with_the_last_token_of_all():
+    options = {"overlong_handling": "penalty", "overlong_max_len": 3, "overlong_buffer_len": 1}
+    batch = batch_of(trajectory("t", [0, 1, 1, 0, 1], reward=1.5, turn_rewards=[1.0, 0.5]), trajectory("u", [0, 1]))
+    advantage, _ = prepared(batch, [0, 0, 0, 0], lambd=0.0, **options)
+    assert advantage.tolist() == [0.0, 1.0, -0.5, 0.0]
+
+
 def test_with_turns_as_steps_a_turn_shares_its_advantage():
     """Against the paper's sums over turns: values of their first tokens, rewards over their tokens."""
     played = trajectory("t", [0, 1, 1, 0, 1, 1, 1, 0, 1], reward=2.0, turn_rewards=[0.5, 0.0, 1.5])
