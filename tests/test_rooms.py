@@ -11,7 +11,7 @@ FLOORS = [
     "errors types redaction on_demand _gymnasium spaces",
     "loading versions concurrency families",
     "config processes",
-    "algorithms tasks retrieval sandbox chat_api engines progress",
+    "algorithms tasks retrieval sandbox chat_api engines progress planning",
     "tools rewards weights",
     "data",
     "envs trainer",

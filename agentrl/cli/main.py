@@ -16,6 +16,7 @@ from agentrl.processes.signals import Terminated, printable, raise_on_signals
 
 COMMANDS = {
     "train": "train an agent in an environment",
+    "plan": "memory of a training on each GPU, a layout that fits, and its command",
     "eval": "evaluate an agent on held-out tasks",
     "compare": "compare two evaluations, task by task",
     "show": "show episodes of a run, turn by turn",

@@ -16,6 +16,7 @@ from agentrl.orchestrator.cluster import bundles_of
 from agentrl.orchestrator.launch import checked, find_start, weights_place
 from agentrl.orchestrator.loop import due
 from agentrl.orchestrator.manager import open_template
+from agentrl.planning import Shape, memory_of
 
 Section = list[tuple[str, str]]
 """Lines of one heading: what, and its value."""
@@ -39,7 +40,13 @@ def dry_run(cfg: Config) -> None:
     folder = held.path if held else new_folder(cfg)
     _, notes = open_template(cfg, str(cfg.hf_checkpoint))
     paths = _paths(cfg, folder, str(source.path) if source else None)
-    sections = {"placement": _placement(cfg, world), "batch": _batch(cfg, start), "paths": paths}
+    memory = memory_of(cfg, Shape.of(str(cfg.hf_checkpoint)), world.device if world else "cuda")
+    sections = {
+        "placement": _placement(cfg, world),
+        "batch": _batch(cfg, start),
+        "memory": memory.lines(),
+        "paths": paths,
+    }
     for heading, lines in sections.items():
         print(heading)
         for name, value in lines:

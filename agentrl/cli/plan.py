@@ -1,0 +1,104 @@
+"""``agentrl plan``."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Annotated
+
+from agentrl.config.layers import load_options
+from agentrl.config.options import Positive, Range
+from agentrl.config.presets import DEMO, model_folder
+from agentrl.config.schema import Config
+from agentrl.errors import ConfigError
+
+INTRO = """\
+Say how much memory a training takes on each GPU, in a layout that fits or in the one that is given, and the command
+to run. Nothing is started. Of the model, config.json is enough; without weights beside it, transformers is imported.
+
+  agentrl plan --hf-checkpoint MODEL --gpus 8 --gpu-memory 80
+  agentrl plan --hf-checkpoint MODEL --gpus 8 --tensor-model-parallel-size 2 --actor-num-gpus-per-node 4
+
+The exit code is 1 where nothing fits.
+
+Options:
+    --gpus INT            GPUs of this machine, for trainer and engines together [default 1]
+    --gpu-memory NUMBER   memory of each, in GiB [default 80]
+    and every option of `agentrl train`; what counts is the parallel layout, --max-tokens-per-gpu,
+    --rollout-max-context-len, --rollout-concurrency, --dtype and what Megatron is told to recompute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(Config):
+    """What there is"""
+
+    gpus: Positive = 1
+    """GPUs of this machine, for trainer and engines together."""
+    gpu_memory: Annotated[float, Range(low=0.0, low_open=True)] = 80.0
+    """Memory of each GPU in GiB."""
+
+
+def usage(argv: Sequence[str]) -> str:
+    """Help text."""
+    return f"usage: agentrl plan --hf-checkpoint MODEL --gpus N --gpu-memory G [OPTIONS]\n\n{INTRO}"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the plan; returns the exit code."""
+    given = load_options(PlanOptions, argv)
+    from agentrl.planning import GIB, Shape, in_gib, plans
+
+    cfg = Config(**{field.name: getattr(given, field.name) for field in dataclasses.fields(Config)})
+    folder = model_folder(given.hf_checkpoint or DEMO)
+    shape = Shape.of(folder)
+    tried = list(plans(cfg, shape, given.gpus, given.gpu_memory * GIB))
+    if not tried:
+        raise ConfigError(
+            f"--gpus {given.gpus}: no layout of the model ({shape.heads} heads, {shape.groups} groups, {shape.layers} "
+            "layers) with ranks and an engine. Give more GPUs, or other parallel sizes."
+        )
+    plan = next((p for p in tried if p.fits), min(tried, key=lambda p: p.memory.trainer / p.trainer_room))
+    chosen = plan.config
+    lines = [
+        ("model", f"{shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers, {folder}"),
+        (
+            "layout",
+            f"{chosen.world_size} ranks = tensor {chosen.tensor_model_parallel_size} × pipeline "
+            f"{chosen.pipeline_model_parallel_size} × data {chosen.data_parallel_size}; {chosen.rollout_num_engines} "
+            f"engines of {chosen.rollout_num_gpus_per_engine} GPU",
+        ),
+        *plan.memory.lines(),
+        ("room", f"{in_gib(plan.trainer_room)} for a rank, {in_gib(plan.engine_room)} for an engine rank"),
+        ("KV cache", f"of an engine: {max(plan.episodes, 0):.0f} episodes of --rollout-max-context-len at a time"),
+    ]
+    for name, text in lines:
+        print(f"{name:<16} {text}")
+    if not plan.fits:
+        print("\nDoes not fit, and nothing else that was tried does. Give more GPUs or memory, a smaller "
+              "--max-tokens-per-gpu or --rollout-max-context-len.")  # fmt: skip
+        return 1
+    print("\n" + shlex.join(["agentrl", "train", *_kept(argv), *plan.flags()]))
+    return 0
+
+
+def _kept(argv: Sequence[str]) -> list[str]:
+    """The words that ``agentrl train`` takes too, without those that say the layout."""
+    kept: list[str] = []
+    words = list(argv)
+    while words:
+        behind = list(takewhile(lambda word: not word.startswith("--"), words[1:]))
+        if not words[0].startswith(_SAID_AGAIN):
+            kept += [words[0], *behind]
+        words = words[1 + len(behind) :]
+    return kept
+
+
+_SAID_AGAIN = (
+    *("--gpus", "--gpu-memory", "--actor-num-gpus-per-node", "--tensor-model-parallel-size", "--recompute-granularity"),
+    *("--recompute-method", "--recompute-num-layers", "--pipeline-model-parallel-size", "--rollout-num-engines"),
+    *("--rollout-num-gpus-per-engine", "--use-distributed-optimizer"),
+)
+"""What the plan writes out itself."""

@@ -1,0 +1,88 @@
+"""`agentrl plan`: parameters counted from the checkpoint, memory of a layout, a layout that fits, its command."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli.main import main
+from agentrl.config import Config, demo_folder, load_config
+from agentrl.planning import GIB, Shape, memory_of, plans
+
+LARGE = Shape(
+    layers=36, hidden=4096, heads=32, groups=8, head_dim=128, ffn=12288, vocab=151936, tied=False, head_norms=True,
+    split=192_937_984, whole=8448, experts=0, embedding=151936 * 4096,
+)  # fmt: skip
+"""Qwen3-8B."""
+TRAINS = Config(dtype="bf16", actor_num_gpus_per_node=1, max_tokens_per_gpu=8192, rollout_max_context_len=4096)
+
+
+def test_parameters_are_counted_from_the_checkpoint_or_its_config_alone(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(demo_folder())
+    counted = Shape.of(demo_folder())
+    assert counted.parameters == sum(p.numel() for p in model.parameters())
+    (tmp_path / "config.json").write_text((demo_folder() / "config.json").read_text())
+    assert Shape.of(tmp_path) == counted
+
+
+def test_bytes_of_a_parameter() -> None:
+    number = LARGE.parameters
+    assert number == pytest.approx(8.19e9, rel=1e-3)
+    one = memory_of(TRAINS, LARGE, "cuda")
+    assert (one.weights, one.gradients, one.optimizer) == (2 * number, 4 * number, 12 * number)
+    assert one.snapshot == 2 * number
+    fp32 = memory_of(TRAINS.replace(dtype="fp32"), LARGE, "cuda")
+    assert (fp32.weights, fp32.gradients, fp32.optimizer) == (4 * number, 4 * number, 8 * number)
+    shared = memory_of(TRAINS.replace(actor_num_gpus_per_node=4, use_distributed_optimizer=True), LARGE, "cuda")
+    assert (shared.weights, shared.optimizer) == (one.weights, one.optimizer / 4)
+    # A token of KV cache: keys and values of 36 layers, 8 groups of 128 numbers, 2 bytes each.
+    assert one.kv_cache == 64 * 4096 * 2 * 36 * 8 * 128 * 2
+    assert one.reference == 0 and memory_of(TRAINS.replace(use_kl_loss=True), LARGE, "cuda").reference == 4 * number
+
+
+@pytest.mark.parametrize("option", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
+def test_ranks_that_share_a_model_take_less(option: str) -> None:
+    one, two = (
+        memory_of(TRAINS.replace(actor_num_gpus_per_node=n, **{option: n}), LARGE, "cuda") for n in (1, 2)
+    )  # fmt: skip
+    assert 0.45 * one.weights < two.weights < 0.6 * one.weights
+
+
+def test_recomputing_keeps_little_of_a_layer() -> None:
+    plain, mlp, full = (
+        memory_of(TRAINS.replace(**options), LARGE, "cuda").activations
+        for options in ({}, {"recompute_activations": True}, {"megatron": {"recompute_granularity": "full"}})
+    )
+    assert plain > 1.5 * mlp > 3 * full
+
+
+def test_the_first_plan_that_fits_is_the_plainest() -> None:
+    def first(gpus: int, gib: float):
+        return next(p for p in plans(Config(dtype="bf16"), LARGE, gpus, gib * GIB) if p.fits).config
+
+    large, small = first(8, 192), first(8, 80)
+    assert (large.model_parallel_size, large.megatron, large.actor_num_gpus_per_node) == (1, {}, 4)
+    assert (small.model_parallel_size, small.actor_num_gpus_per_node, small.rollout_num_engines) == (2, 4, 4)
+    assert not any(p.fits for p in plans(Config(dtype="bf16"), LARGE, 1, 80 * GIB))
+
+
+def test_the_command_is_one_that_train_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--env", "search", "--gpus", "4", "--gpu-memory", "24", "--lr", "1e-4"]) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert words[:2] == ["agentrl", "train"]
+    config = load_config(words[2:])
+    assert (config.lr, config.world_size, config.rollout_num_engines) == (1e-4, 2, 2)
+
+
+def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpus", "1", "--gpu-memory", "0.1"]) == 1
+    assert "Does not fit" in capsys.readouterr().out
+    assert main(["plan", "--hf-checkpoint", str(tmp_path)]) == 2
+    assert "config.json cannot be read" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
+    assert main(["plan", "--hf-checkpoint", str(tmp_path)]) == 2
+    assert "hidden_size" in capsys.readouterr().err
