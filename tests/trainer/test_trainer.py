@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from agentrl.algorithms import TrainBatch
+from agentrl.algorithms import ALGORITHMS, TrainBatch
 from agentrl.config.schema import OptimizerOptions
 from agentrl.errors import CheckpointError, ConfigError, GradientError
 from tests.trainer.samples import fresh, log_probs, random_batch, tiny_checkpoint, train
@@ -479,3 +479,25 @@ def test_a_step_whose_episodes_are_all_masked_moves_nothing(make_trainer):
     report = train(trainer, batch.with_columns(in_loss=np.zeros(batch.num_tokens, np.uint8)))
     assert report["train/grad_norm"] == 0 and report["train/loss"] == 0
     assert (log_probs(trainer, batch) == before).all()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_each_estimator_raises_the_probability_of_what_earned_more(make_trainer, name):
+    """Infer, credit and update as the loop does them, three rollouts of the same episodes."""
+    changes = {"eps_clip": 3e-4, "eps_clip_high": 4e-4} if name == "gspo" else {}
+    trainer = make_trainer(
+        advantage_estimator=name, use_rollout_logprobs=False, use_tis=True, tis_level="geometric", loss_scale_factor=40,
+        lr=3e-4, **changes,
+    )  # fmt: skip
+    batch = random_batch(12)
+    before = log_probs(trainer, batch)
+    batch = fresh(batch).with_columns(rollout=before)
+    for _ in range(3):
+        seen = batch.with_columns(**trainer.infer(batch, trainer.algorithm.infers(1)))
+        seen = seen.with_columns(**trainer.algorithm.prepare(seen))
+        report, _ = trainer.update(seen)
+        assert math.isfinite(report["train/loss"]) and report["train/grad_norm"] > 0
+    change = batch.means(log_probs(trainer, batch) - before)
+    means = np.bincount(batch.group_of, batch.rewards) / np.bincount(batch.group_of)
+    better = batch.rewards - means[batch.group_of]
+    assert change[better > 0].mean() > change[better < 0].mean() + 0.01
