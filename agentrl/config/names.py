@@ -32,7 +32,6 @@ NOT_AVAILABLE = {
     "load-debug-rollout-data": _REPLAY,
     "debug-train-only": _REPLAY,
     "debug-rollout-only": "rollouts without a trainer (`agentrl eval --split train` plays and stores episodes)",
-    "no-save-optim": "a checkpoint without the optimizer's state",
     "multimodal-keys": "images in prompts",
     "loss-type": "another loss than that of the policy, such as supervised training",
 }

@@ -540,6 +540,11 @@ class OptimizerOptions:
     """Decay of Adam's second moment."""
     clip_grad: NonNegative = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
+    save_optim: bool = True
+    """Keep Adam's moments in checkpoints; without them these are a third as large, and a run that goes on begins with
+    moments of 0."""
+    load_optim: bool = True
+    """Take Adam's moments from the checkpoint of --load."""
     max_skipped_steps: Count = 3
     """Optimizer steps in a row that are left out because a gradient is not finite; one more ends the run."""
 

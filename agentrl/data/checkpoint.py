@@ -29,7 +29,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -56,6 +57,7 @@ ROLLOUT_STATE = "rollout.json"
 TRAINER_FOLDER = "trainer"
 HF_FOLDER = "hf"
 LATEST, BEST = "latest", "best"
+HASHED_AT_ONCE = 8
 _NAME = re.compile(r"step_(\d{6,})")
 _LEFT_OVER = re.compile(r"step_\d{6,}\.(tmp|removed)")
 
@@ -357,10 +359,9 @@ class CheckpointStore:
         building = self.root / f"{_name(step)}.tmp"
         if not building.is_dir():
             raise CheckpointError(f"{building} is not there; call begin({step}) and fill it before commit")
-        listed = {
-            str(file.relative_to(building)): {"size": file.stat().st_size, "sha256": _sha256(file)}
-            for file in sorted(p for p in building.rglob("*") if p.is_file())
-        }
+        there = sorted(p for p in building.rglob("*") if p.is_file())
+        sums = zip(there, _checksums(there), strict=True)
+        listed = {str(p.relative_to(building)): {"size": p.stat().st_size, "sha256": digest} for p, digest in sums}
         flush_tree(building)
         write_json(building / MANIFEST, {"format": FORMAT, "step": step, "files": listed})
         made = self._put_in_place(step)
@@ -432,17 +433,25 @@ def _damage(path: Path, *, deep: bool = True) -> str | None:
         listed = {str(name): (file["size"], file["sha256"]) for name, file in contents["files"].items()}
         if ROLLOUT_STATE not in listed:
             return f"{MANIFEST} does not name {ROLLOUT_STATE}"
-        for name, (size, checksum) in listed.items():
+        for name, (size, _) in listed.items():
             file = path / name
             if not file.is_file():
                 return f"{name} is missing"
             if file.stat().st_size != size:
                 return f"{name} has {file.stat().st_size} bytes instead of {size}"
-            if deep and _sha256(file) != checksum:
+        digests = _checksums([path / name for name in listed]) if deep else []
+        for name, digest in zip(listed, digests, strict=False):
+            if digest != listed[name][1]:
                 return f"{name} does not have the checksum it was saved with"
     except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
         return f"{MANIFEST} or what it names cannot be read ({error!r})"
     return None
+
+
+def _checksums(files: Sequence[Path]) -> list[str]:
+    """SHA-256 of each, several at a time: hashing, not the disk, is what a save of gigabytes waits for."""
+    with ThreadPoolExecutor(min(HASHED_AT_ONCE, os.cpu_count() or 1)) as pool:
+        return list(pool.map(_sha256, files))
 
 
 def _sha256(file: Path) -> str:

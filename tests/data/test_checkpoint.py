@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 
 import pytest
 
-from agentrl.data import files
+from agentrl.data import checkpoint, files
 from agentrl.data.checkpoint import CheckpointStore
 from agentrl.errors import CheckpointError, StorageError
 
@@ -145,6 +146,21 @@ def test_going_on_from_an_earlier_step_makes_that_branch_the_newest(tmp_path):
     save(store, 15)
     assert store.newest().step == 15
     assert store.steps() == [10, 15]
+
+
+def test_several_files_are_hashed_at_once(tmp_path, monkeypatch):
+    meeting = threading.Barrier(3, timeout=60)
+    digest = checkpoint._sha256
+
+    def met(file):
+        meeting.wait()  # nobody goes on before all three files are being hashed
+        return digest(file)
+
+    monkeypatch.setattr(checkpoint.os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(checkpoint, "_sha256", met)
+    store = CheckpointStore(tmp_path)
+    save(store, 5)
+    assert store.newest().step == 5
 
 
 def test_commit_without_begin_says_what_to_do(tmp_path):

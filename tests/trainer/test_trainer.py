@@ -296,6 +296,27 @@ def test_resume_is_bit_exact(make_trainer, tmp_path, options):
     assert all(torch.equal(weights[n], t) for n, t in resumed.export())
 
 
+@pytest.mark.parametrize("left_out", ["save_optim", "load_optim"])
+def test_moments_are_optional(make_trainer, tmp_path, left_out):
+    options, batch = {"lr_decay_style": "linear", "num_rollout": 4}, random_batch(4)
+    first = make_trainer(**options, **{left_out: False})
+    for _ in range(2):
+        train(first, batch)
+    expected = {name: tensor.clone() for name, tensor in first.export()}
+    first.save(tmp_path)
+    saved = load_file(tmp_path / "policy" / "model-tp0-pp0.safetensors")
+    assert {name.split("/")[0] for name in saved} == (
+        {"weight"} if left_out == "save_optim" else {"weight", "exp_avg", "exp_avg_sq"}
+    )
+    second = make_trainer(**options, **{left_out: False})
+    second.load(tmp_path)
+    assert all(torch.equal(expected[name], tensor) for name, tensor in second.export())
+    core = second.policy.core
+    assert core._state._steps() == 0 and core.steps_done == 2
+    assert train(second, batch)["train/lr"] == pytest.approx(0.5e-3)  # the schedule goes on
+    assert core._state._steps() == 1
+
+
 def test_a_state_of_another_model_is_refused(make_trainer, tmp_path):
     make_trainer().save(tmp_path / "state")
     other = make_trainer(tiny_checkpoint(tmp_path / "wide", hidden_size=32))

@@ -255,8 +255,10 @@ class Core:
                     yield name, opened.get_tensor(name)
 
     def save(self, folder: Path) -> None:
-        """Write weights, optimizer, scheduler and random state into a folder (see `state.py`)."""
-        self._state.save(folder, {"steps_done": self.steps_done, "steps_skipped": self.steps_skipped})
+        """Write weights, optimizer (unless ``--no-save-optim``), scheduler and random state into a folder (see
+        `state.py`)."""
+        counters = {"steps_done": self.steps_done, "steps_skipped": self.steps_skipped}
+        self._state.save(folder, counters, moments=self.options.save_optim)
 
     def load(self, folder: Path) -> None:
         """Go on from a folder that :meth:`save` wrote, at the same or another parallel layout.
@@ -264,5 +266,5 @@ class Core:
         Raises:
             CheckpointError: files are missing or of another model.
         """
-        counters = self._state.load(folder)
+        counters = self._state.load(folder, moments=self.options.load_optim)
         self.steps_done, self.steps_skipped = counters["steps_done"], counters["steps_skipped"]

@@ -66,18 +66,21 @@ class ModelState:
         self._optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
         self._parameters = {conversion.name(model, local): p for local, p in model.named_parameters()}
 
-    def save(self, folder: Path, counters: dict[str, int]) -> None:
-        """Write this rank's files into ``folder``, which exists or is made. Ends with a barrier."""
+    def save(self, folder: Path, counters: dict[str, int], *, moments: bool = True) -> None:
+        """Write this rank's files into ``folder``, which exists or is made, without ``moments`` as of an optimizer that
+        has made no step. Ends with a barrier."""
         folder.mkdir(parents=True, exist_ok=True)
         layout = self._layout
-        steps = self._steps()
+        steps = self._steps() if moments else 0
         tensors: dict[str, Tensor] = {}
         experts: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
-            # Collective with the distributed optimizer, so on all data-parallel ranks.
+            spread = self._conversion.spread(name)
+            file, writes = (experts, layout.edp_rank == 0) if spread else (tensors, layout.dp_rank == 0)
+            # Collective with the distributed optimizer, so on all data-parallel ranks; kept by the one that writes.
             for kind, value in self._values(parameter, steps).items():
-                file = experts if self._conversion.spread(name) else tensors
-                file[f"{kind}/{name}"] = value.detach().to("cpu", copy=True).contiguous()
+                if writes:
+                    file[f"{kind}/{name}"] = value.detach().to("cpu", copy=True).contiguous()
         if layout.dp_rank == 0:
             save_tensors(tensors, folder / f"model-tp{layout.tp_rank}-pp{layout.pp_rank}.safetensors")
         if experts and layout.edp_rank == 0:
@@ -96,8 +99,9 @@ class ModelState:
             write_json(folder / "state.json", state)
         _barrier(layout)
 
-    def load(self, folder: Path) -> dict[str, int]:
-        """Set weights, moments, schedule and random state from ``folder``; returns the counters.
+    def load(self, folder: Path, *, moments: bool = True) -> dict[str, int]:
+        """Set weights, moments where asked for and there, schedule and random state from ``folder``; returns the
+        counters.
 
         The learning-rate schedule itself is that of the present options; its position is the saved one.
 
@@ -108,7 +112,7 @@ class ModelState:
         if state.get("format") != FORMAT:
             raise CheckpointError(f"{folder}: format {state.get('format')}, expected {FORMAT}")
         saved = _SavedTensors(folder, state["layout"], self._conversion)
-        steps = state["optimizer_steps"]
+        steps = state["optimizer_steps"] if moments else 0
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 kinds = ("weight", *MOMENTS) if steps else ("weight",)
@@ -135,7 +139,7 @@ class ModelState:
             return self._gathered(optimizer, parameter, steps)
         main = getattr(parameter, "main_param", parameter)
         state = optimizer.optimizer.state.get(main, {})
-        return {"weight": main, **{k: state[k] for k in MOMENTS if k in state}}
+        return {"weight": main, **{k: state[k] for k in MOMENTS if k in state and steps}}
 
     def _gathered(
         self, optimizer: DistributedOptimizer, parameter: torch.nn.Parameter, steps: int
