@@ -217,8 +217,12 @@ def _parallel(config: Config, model: dict[str, Any]) -> Iterator[str]:
     if config.expert_model_parallel_size > 1 and (not experts or experts % config.expert_model_parallel_size):
         has = f"has {experts} experts" if experts else "has no experts"
         yield f"--expert-model-parallel-size {config.expert_model_parallel_size} does not fit: the model {has}."
-    if experts and tensor > 1 and not config.sequence_parallel:
-        yield f"--tensor-model-parallel-size {tensor} of a mixture of experts needs --sequence-parallel."
+    elif experts and max(tensor, config.expert_model_parallel_size) > 1:
+        yield (
+            f"--tensor-model-parallel-size {tensor} and --expert-model-parallel-size "
+            f"{config.expert_model_parallel_size}: a mixture of experts is trained with 1 and 1 so far, for splitting "
+            "its experts has not been compared with one rank. Use data and pipeline parallelism."
+        )
 
 
 # -- training ------------------------------------------------------------------------------------------------
@@ -317,9 +321,7 @@ _NEEDS: dict[str, tuple[Callable[[Config], bool], tuple[str, ...]]] = {
     "--no-use-dynamic-batch-size": (lambda c: not c.use_dynamic_batch_size, ("micro_batch_size",)),
     "--use-dynamic-batch-size": (lambda c: c.use_dynamic_batch_size, ("max_tokens_per_gpu",)),
     "--use-kl-loss": (lambda c: c.use_kl_loss, ("kl_loss_coef", "use_unbiased_kl")),
-    "--use-kl-loss or --kl-coef": (
-        lambda c: _has_reference(c), ("ref_load", "kl_loss_type", "ref_update_interval")
-    ),
+    "--use-kl-loss or --kl-coef": (lambda c: _has_reference(c), ("ref_load", "kl_loss_type", "ref_update_interval")),
     "--use-tis": (lambda c: c.use_tis, ("tis_mode", "tis_level", "tis_clip", "tis_clip_low")),
     "--use-rs": (lambda c: c.use_rs, ("rs_level", "rs_lower_bound", "rs_upper_bound")),
     "--overlong-handling penalty": (

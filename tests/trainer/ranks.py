@@ -140,5 +140,5 @@ def run_families(rank: int, listeners: dict[str, socket.socket], checkpoints: di
         folder.mkdir(exist_ok=True)
         results[name] = measure(trainer, folder, load_file(Path(checkpoints[family]) / "model.safetensors"))
         trainer.close()
-    if rank == 0:
-        (Path(out) / "families.json").write_text(json.dumps(results))
+        if rank == 0:
+            (Path(out) / "families.json").write_text(json.dumps(results))

@@ -40,7 +40,7 @@ _SIGMOID = {
 }  # fmt: skip
 _SOFTMAX = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
 MIXTURES = {
-    "qwen3_moe": {**_SOFTMAX, "norm_topk_prob": True, "mlp_only_layers": [2]},
+    "qwen3_moe": {**_SOFTMAX, "norm_topk_prob": True, "mlp_only_layers": [1]},
     "qwen2_moe": {**_SOFTMAX, "shared_expert_intermediate_size": 96},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "glm4_moe": {**_SIGMOID, "use_qk_norm": True, "attention_bias": True},

@@ -16,7 +16,7 @@ from agentrl.weights.transports.broadcast import Broadcast
 from agentrl.weights.transports.disk import Disk
 from tests.trainer.samples import TASK, VOCAB, batch_of, log_probs, random_batch, tiny_checkpoint, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
 
 async def sampled(engine: EngineProcess, seed: int):
@@ -38,7 +38,7 @@ async def sampled(engine: EngineProcess, seed: int):
     return batch_of(trajectories)
 
 
-@pytest.mark.parametrize("kind", ["glm4", pytest.param("mistral", marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("kind", ["glm4", "mistral"])
 async def test_an_engine_plays_what_is_trained(make_trainer, tmp_path, kind):
     path = tiny_checkpoint(tmp_path / "model", kind, tie_word_embeddings=False, sliding_window=None)
     trainer = make_trainer(path)

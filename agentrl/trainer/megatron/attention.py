@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -95,6 +96,11 @@ class VarlenAttention(MegatronModule):
         """
         lengths = (query.shape[0],) if packed_seq_params is None else packed_seq_params.lengths
         query, key, value = (x.flatten(1, -2) for x in (query, key, value))
+        if self.config.multi_latent_attention:
+            # The rotated part of a key is one for all heads. Megatron's local projection splits its gradient between
+            # tensor-parallel ranks without adding up what the heads of the others have to say.
+            own, shared = key.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], -1)
+            key = torch.cat([own, copy_to_tensor_model_parallel_region(shared.contiguous())], -1)
         out = varlen_attention(query, key, value, lengths, self.softmax_scale)
         return out.reshape(out.shape[0], 1, -1)
 

@@ -48,8 +48,9 @@ class NormedOutput:
     """Mixed into a projection: what it gives is normalized before it is added to the residual."""
 
     def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any):
-        super().__init__(*args, config=config, **kwargs)
-        self.output_norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+        super().__init__(*args, config=config, **kwargs)  # type: ignore[call-arg]  # of the projection
+        norm: Any = Norm  # makes torch's modules, not its own
+        self.output_norm = norm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, *args: Any, **kwargs: Any):
         out, bias = super().forward(*args, **kwargs)  # type: ignore[misc]
