@@ -209,8 +209,8 @@ class RolloutManager:
         prompt = after["prompt_tokens"] - before["prompt_tokens"]
         metrics["engine/cached_fraction"] = (after["cached_tokens"] - before["cached_tokens"]) / max(prompt, 1)
         metrics |= {f"data/{name}": float(count) for name, count in self.account.counts.items()}
-        log.info("rollout %d ended: %d groups trained on, %d lost, %.1f s",
-                 step, len(collected.groups), len(collected.lost), seconds)  # fmt: skip
+        gave, lost = len(collected.groups), len(collected.lost)
+        log.info("rollout %d ended: %d groups for the batch, %d lost, %.1f s", step, gave, lost, seconds)
         return Generated(metrics, [ray.put(collected.batch)], lost_episodes(groups), collected.dropped)
 
     async def _collect(self, step: int) -> None:
