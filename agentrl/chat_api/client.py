@@ -14,7 +14,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -100,7 +100,7 @@ class OpenAIClient:
         self._key_env = api_key_env
         self._backoff, self._max_backoff = backoff, max_backoff
         self._max_concurrency = max_concurrency
-        self._slots: asyncio.Semaphore | None = None
+        self._slots = asyncio.Semaphore(max_concurrency) if max_concurrency else None
         self._left_out: set[str] = set()
         self._length_field = "max_tokens"
         self._refusals = 0
@@ -367,19 +367,20 @@ class OpenAIClient:
 
     @asynccontextmanager
     async def _slot(self, timeout: float) -> AsyncIterator[None]:
-        if self._max_concurrency is not None and self._slots is None:
-            self._slots = asyncio.Semaphore(self._max_concurrency)
-        async with AsyncExitStack() as stack:
-            if self._slots is not None:
-                try:
-                    async with asyncio.timeout(timeout):
-                        await self._slots.acquire()
-                except TimeoutError:
-                    raise EngineError(
-                        f"no free slot within {timeout:g} s: {self._max_concurrency} requests are in flight already"
-                    ) from None
-                stack.callback(self._slots.release)
+        if self._slots is None:
             yield
+            return
+        try:
+            async with asyncio.timeout(timeout):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise EngineError(
+                f"no free slot within {timeout:g} s: {self._max_concurrency} requests are in flight already"
+            ) from None
+        try:
+            yield
+        finally:
+            self._slots.release()
 
 
 def _usable_url(base_url: str) -> tuple[str, str]:

@@ -7,7 +7,6 @@ budget, a complete ``info``) is done around the author's code, once per outermos
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -22,6 +21,7 @@ from agentrl.errors import ConfigError, EnvError
 from agentrl.rewards.number import reward_number
 from agentrl.spaces import Unicode
 from agentrl.types import Message, StopReason
+from agentrl.values import check_number
 
 _SPACE = Unicode()
 
@@ -62,6 +62,8 @@ class Env(gymnasium.Env[str, str]):
 
     splits: tuple[str, ...] = ("train", "test")
     """Names of the task sets ``options["split"]`` may ask for."""
+    task_counts: Mapping[str, int | None] = {}
+    """Number of tasks by split, as :meth:`num_tasks` has it; those of a split that is not named have no end."""
     max_turns: int = 8
     """Model turns after which the episode is truncated with ``stop_reason`` ``max_turns``."""
     call_format: str = "auto"
@@ -117,7 +119,7 @@ class Env(gymnasium.Env[str, str]):
 
     def num_tasks(self, split: str) -> int | None:
         """Number of tasks in ``split``; None when they are drawn without end from the seed."""
-        return None
+        return self.task_counts.get(split)
 
     def id_of_task(self, split: str, index: int) -> str | None:
         """What names task ``index`` of ``split`` wherever it stands in the list; None where its number does."""
@@ -347,11 +349,7 @@ def require_number(env: Env, name: str, *, at_least: float, whole: bool = False)
     Raises:
         ConfigError: Names the environment, the setting, its value and what is expected.
     """
-    value = getattr(env, name)
-    fits = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    if not fits or not math.isfinite(value) or value < at_least:
-        kind = "a whole number" if whole else "a number"
-        raise ConfigError(f"{type(env).__name__}.{name} is {value!r}; {kind} of at least {at_least:g} is expected.")
+    check_number(f"{type(env).__name__}.{name}", getattr(env, name), at_least, whole=whole)
 
 
 def _check_types(where: str, observation: Any, info: Any) -> None:

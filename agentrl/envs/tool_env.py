@@ -185,8 +185,8 @@ class ToolEnv(Env):
         raise NotImplementedError(f"{type(self).__name__} defines neither `task` nor `tasks`.")
 
     def num_tasks(self, split: str) -> int | None:
-        """Number of rows in ``tasks[split]``; None when :meth:`task` makes them."""
-        return None if self.tasks is None else len(self.tasks.get(split, ()))
+        """Number of rows in ``tasks[split]``; else of ``task_counts``; None: :meth:`task` makes them without end."""
+        return super().num_tasks(split) if self.tasks is None else len(self.tasks.get(split, ()))
 
     def id_of_task(self, split: str, index: int) -> str | None:
         """Of a listed row its ``task_id``, else the hash of its content; None for rows that are made by number."""
@@ -232,7 +232,7 @@ class ToolEnv(Env):
         await start_tools(self._unstarted, self)
         schemas = [tool.schema() for tool in self._open_tools]
         self._parser = self._choose_parser(self._options.get("call_format", "auto")).with_tools(schemas)
-        self._judges_turns = self._reward_of("turn_reward") is not None
+        self._rewards = {which: RewardSet(self._reward_of(which)) for which in ("reward", "turn_reward")}
         self._turns: list[str] = []
         self._calls: list[dict[str, Any]] = []
         self._total = 0.0
@@ -274,11 +274,12 @@ class ToolEnv(Env):
         self._turns.append(action)
         calls, answer = self._calls_and_answer(parsed)
         if answer is not None:
-            return await self._finish(answer, await self._turn_parts(answer, []), [], [])
+            return await self._finish(answer, await self._judged("turn_reward", answer, []), [], [])
         results = await run_calls(calls, self._tools, timeout=self.tool_timeout, max_calls=self.max_calls)
         records = [_record(c, r) for c, r in zip(calls, results, strict=True)]
         self._calls += map(dict, records)  # wrappers may edit those in ``info``
-        parts = await self._turn_parts(parsed.content, records) if self._judges_turns else {}
+        judged = bool(self._rewards["turn_reward"].parts)
+        parts = await self._judged("turn_reward", parsed.content, records) if judged else {}
         if earned := self._earned_by_calls(calls, results):
             parts["tools"] = parts.get("tools", 0.0) + earned
         messages = self._observe(calls, results)
@@ -313,12 +314,6 @@ class ToolEnv(Env):
             info["tool_calls"] = records
         await self._close_tools()
         return _text_of(messages), reward, True, False, info
-
-    async def _turn_parts(self, text: str, records: list[dict[str, Any]]) -> dict[str, float]:
-        """What :attr:`turn_reward` gives this turn, by name."""
-        if self._reward_of("turn_reward") is None:
-            return {}
-        return await self._judged("turn_reward", text, records)
 
     def _earned_by_calls(self, calls: list[ToolCall], results: list[ToolResult]) -> float:
         earned = 0.0
@@ -440,13 +435,14 @@ class ToolEnv(Env):
             parsed = self._parser.parse(text)
             _, answer = self._calls_and_answer(parsed)
             said = parsed.content if answer is None else answer
-            of_turns.append(await self._turn_parts(said, [dict(record) for record in records]))
+            of_turns.append(await self._judged("turn_reward", said, records))
         return of_turns, await self._judged("reward", said, self._calls) if finished and turns else {}
 
-    async def _judged(self, which: str, text: str, records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    async def _judged(self, which: str, text: str, records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """Parts of the reward ``which``. It gets the model's own part of the records, nothing that a tool said."""
+        if not (rewards := self._rewards[which]).parts:
+            return {}
         calls = [copy.deepcopy({k: r[k] for k in ("name", "arguments", "error") if k in r}) for r in records]
-        rewards = RewardSet(self._reward_of(which))
         return await rewards(text, self.row.get("answer"), turns=list(self._turns), calls=calls, row=self.row)
 
     def _reward_of(self, which: str) -> Any:

@@ -12,6 +12,7 @@ Three promises, whatever happens to the owner:
 from __future__ import annotations
 
 import collections
+import ipaddress
 import os
 import secrets
 import select
@@ -63,6 +64,14 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
         sock.bind((host, 0))
         return sock.getsockname()[1]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def port_is_free(host: str, port: int) -> bool:

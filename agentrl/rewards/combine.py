@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from agentrl.concurrency.event_loop import attend, ours
@@ -72,26 +72,26 @@ def _find(spec: Any) -> Any:
     return spec
 
 
-def resolve(rewards: Any) -> Any:
-    """What a :class:`RewardSet` takes, with names found. Classes stay classes: a model is not loaded to look at it.
+def resolve(rewards: Any) -> list[tuple[float, RewardFunction | type]]:
+    """What a :class:`RewardSet` takes, as pairs of weight and function or class. No model is loaded to look at it.
+
+    Args:
+        rewards: A function, class or name; ``(weight, reward)``, which JSON gives as a list; or a list of such.
 
     Raises:
         ConfigError: As of :func:`load`.
     """
-    if _is_pair(rewards):
-        return rewards[0], _find(rewards[1])
+    if isinstance(rewards, (tuple, list)) and len(rewards) == 2 and isinstance(rewards[0], (int, float)):
+        return [(float(rewards[0]), _find(rewards[1]))]
     if isinstance(rewards, (list, tuple)):
-        return [resolve(entry) for entry in rewards]
-    return _find(rewards)
+        return [pair for entry in rewards for pair in resolve(entry)]
+    return [] if rewards is None else [(1.0, _find(rewards))]
 
 
-def compares(resolved: Any) -> bool:
+def compares(resolved: Iterable[tuple[float, Any]]) -> bool:
     """Whether a reward of :func:`resolve` compares with the answer alone, so that every task needs one."""
-    if _is_pair(resolved):
-        return compares(resolved[1])
-    if isinstance(resolved, (list, tuple)):
-        return any(map(compares, resolved))
-    return any(resolved is BUILT_IN[name] for name in BUILT_IN if name != "gpqa")  # it may find the letter elsewhere
+    compared = [BUILT_IN[name] for name in BUILT_IN if name != "gpqa"]  # which may find the letter elsewhere
+    return any(reward is one for _, reward in resolved for one in compared)
 
 
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -135,11 +135,7 @@ REHEARSING: contextvars.ContextVar[bool] = contextvars.ContextVar("agentrl_rehea
 
 def check_signatures(rewards: Any, named: Sequence[str] = NAMED) -> None:
     """Refuses functions among ``rewards`` that cannot be called as they will be; see :func:`check_signature`."""
-    if isinstance(rewards, (list, tuple)) and not _is_pair(rewards):
-        for entry in rewards:
-            check_signatures(entry, named)
-    elif rewards is not None:
-        function = _find(rewards[1] if _is_pair(rewards) else rewards)
+    for _, function in resolve(rewards):
         check_signature(function, _name(function), named)
 
 
@@ -152,16 +148,11 @@ class RewardSet:
     """
 
     def __init__(self, rewards: Any) -> None:
-        entries = rewards if isinstance(rewards, (list, tuple)) and not _is_pair(rewards) else [rewards]
         self.parts: list[tuple[str, float, RewardFunction]] = []
-        for entry in entries:
-            if entry is None:
-                continue
-            weight, function = entry if _is_pair(entry) else (1.0, entry)
-            function = _find(function)
+        for weight, function in resolve(rewards):
             name = _name(function)
             same = sum(taken == name or taken.startswith(f"{name}_") for taken, _, _ in self.parts)
-            self.parts.append((f"{name}_{same + 1}" if same else name, float(weight), function))
+            self.parts.append((f"{name}_{same + 1}" if same else name, weight, function))
 
     async def __call__(self, text: str, answer: Any, **named: Any) -> dict[str, float]:
         """The weighted parts by name.
@@ -186,11 +177,6 @@ class RewardSet:
             for part, number in (value if isinstance(value, dict) else {name: value}).items():
                 result[part] = result.get(part, 0.0) + weight * reward_number(number, f"what the reward {name!r} gave")
         return result
-
-
-def _is_pair(value: Any) -> bool:
-    """A weight and a function; a list where it came from JSON."""
-    return isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], (int, float))
 
 
 async def _call(function: RewardFunction, text: str, answer: Any, named: dict[str, Any]) -> Any:

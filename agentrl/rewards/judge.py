@@ -16,6 +16,7 @@ from agentrl.rewards.reply_cache import ReplyCache
 from agentrl.rewards.shared import SharedReward
 from agentrl.rewards.verdicts import PROMPT, SYSTEM_PROMPT, check_prompt, compile_format, fill, read_score
 from agentrl.types import SamplingParams
+from agentrl.values import check_number
 
 if TYPE_CHECKING:
     from agentrl.chat_api.client import OpenAIClient
@@ -121,9 +122,7 @@ class Judge(SharedReward):
             compile_format(self.parse)
         for name, least in (("timeout", 1e-9), ("retries", 0), ("max_concurrency", 1), ("max_tokens", 1),
                             ("max_chars", 1), ("temperature", 0)):  # fmt: skip
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
-                raise ConfigError(f"{title}: {name} must be a number{' above 0' if least else ''}, got {value!r}.")
+            check_number(f"{title}: {name}", getattr(self, name), least, whole=False)
         if len(self.scale) != 2 or self.scale[0] == self.scale[1]:
             raise ConfigError(f"{title}: scale must be two different numbers, got {self.scale!r}.")
 

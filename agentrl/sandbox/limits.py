@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from agentrl.errors import ConfigError
+from agentrl.values import check_number
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,5 @@ class Limits:
                 value = math.ceil(self.timeout)
                 object.__setattr__(self, field.name, value)
             whole = field.name != "timeout"
-            fits = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
             least = {"memory_mb": 64}.get(field.name, 1 if whole else 0.01)
-            if not fits or not math.isfinite(value) or value < least:
-                kind = "a whole number" if whole else "a number"
-                raise ConfigError(f"sandbox: {field.name} is {value!r}; {kind} of at least {least} is expected.")
+            check_number(f"sandbox: {field.name}", value, least, whole=whole)

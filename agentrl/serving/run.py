@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import logging
 import os
@@ -27,7 +26,7 @@ from agentrl.engines.engine import EngineSpec, available_memory
 from agentrl.engines.options import engine_threads
 from agentrl.engines.world import World
 from agentrl.errors import AgentRLError, ConfigError, EngineError
-from agentrl.processes.server import API_KEY_ENV, new_api_key, port_is_free
+from agentrl.processes.server import API_KEY_ENV, is_loopback, new_api_key, port_is_free
 from agentrl.processes.signals import cancel_on_signals, printable, write_log_to
 from agentrl.processes.warden import Warden
 
@@ -201,14 +200,6 @@ def _key(options: ServeOptions) -> tuple[str, bool]:
             f"into the environment variable {API_KEY_ENV}" + (", or give --no-api-key" if loopback else "")
         )
     return new_api_key(), True
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _model_folder(options: ServeOptions) -> str:

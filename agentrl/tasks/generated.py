@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.errors import ConfigError, DataError
+from agentrl.errors import DataError
 from agentrl.tasks.dataset import Columns, open_rows
+from agentrl.values import check_number
 
 Row = dict[str, Any]
 Make = Callable[[np.random.Generator], tuple[Any, Row]]
@@ -40,8 +41,7 @@ class GeneratedTasks(Sequence[Row]):
     """
 
     def __init__(self, name: str, makers: Mapping[str, Make], split: str, seed: int = 0) -> None:
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ConfigError(f"task_seed is {seed!r}; a whole number of at least 0 is expected.")
+        check_number("task_seed", seed, 0)
         self._name, self._split, self._seed = name, split, seed
         self._makers = list(makers.items())
 
@@ -57,18 +57,6 @@ class GeneratedTasks(Sequence[Row]):
             identity, row = make(rng)
             if (zlib.crc32(repr((kind, identity)).encode()) % TEST_SHARE == 0) == (self._split == "test"):
                 return {**row, "task_id": f"{self._name}-{self._seed}/{self._split}/{index}", "kind": kind}
-
-
-def chosen_levels(difficulty: str) -> tuple[str, ...]:
-    """The levels that a setting names, such as ``easy`` or ``easy+hard``.
-
-    Raises:
-        ConfigError: one is unknown.
-    """
-    levels = tuple(part.strip() for part in str(difficulty).split("+"))
-    if not set(levels) <= set(LEVELS):
-        raise ConfigError(f"difficulty is {difficulty!r}; expected {', '.join(LEVELS)}, or several joined by '+'.")
-    return levels
 
 
 def own_tasks(

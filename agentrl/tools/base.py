@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from agentrl.tools.arguments import ArgumentReader, InvalidArguments
 from agentrl.tools.schema import describe
@@ -59,6 +59,15 @@ class ToolResult:
     reward: float = 0.0
     terminated: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
+
+
+class EpisodeEnv(Protocol):
+    """The environment whose episode a tool serves, as far as tools know it; :class:`agentrl.ToolEnv` is one."""
+
+    row: dict[str, Any]
+    """The task."""
+    sandbox: str
+    """How tools run the model's code that do not say it themselves."""
 
 
 class Tool:
@@ -149,13 +158,13 @@ class Tool:
         except InvalidArguments as error:
             raise ToolError(f"{self.name}: {error}.", ToolErrorType.INVALID_ARGUMENTS) from None
 
-    def check(self, env: Any) -> None:
+    def check(self, env: EpisodeEnv) -> None:
         """Called before a run starts: raises ConfigError where this machine lacks what the tool needs."""
 
     def prepare(self) -> None:
         """Called once where episodes are played, before they begin: for what the first call would wait for."""
 
-    def start(self, env: Any) -> None:
+    def start(self, env: EpisodeEnv) -> None:
         """Called on the episode's own copy when the episode starts. ``env.row`` is the task."""
 
     def close(self) -> Any:
@@ -164,7 +173,7 @@ class Tool:
         Frees what the episode held: a process, a folder, a connection. Never called on a shared tool.
         """
 
-    def for_episode(self, env: Any) -> Tool:
+    def for_episode(self, env: EpisodeEnv) -> Tool:
         """The instance that serves one episode of ``env``."""
         if self.shared:
             return self
@@ -238,7 +247,7 @@ class FunctionTool(Tool, described=False):
         bound.bound_to = instance
         return bound
 
-    def for_episode(self, env: Any) -> Tool:
+    def for_episode(self, env: EpisodeEnv) -> Tool:
         return self.bind(env) if self.is_method and self.bound_to is None else self
 
     @property

@@ -28,7 +28,7 @@ from agentrl.concurrency.threads import (
 )
 from agentrl.errors import EnvError, InfraError, is_authors
 from agentrl.redaction import redact
-from agentrl.tools.base import FunctionTool, Tool, ToolError, ToolErrorType, ToolResult
+from agentrl.tools.base import EpisodeEnv, FunctionTool, Tool, ToolError, ToolErrorType, ToolResult
 from agentrl.tools.formats import clean_text
 from agentrl.types import ToolCall
 
@@ -68,13 +68,9 @@ async def run_calls(
     async def run_chain(chain: list[int]) -> None:
         over = False
         for index in chain:
-            if over:
-                error = ToolError("the episode is over", ToolErrorType.LIMIT)
-                results[index] = _failed(error)
-                continue
-            if index >= max_calls:
-                error = ToolError(f"at most {max_calls} calls in one turn", ToolErrorType.LIMIT)
-                results[index] = _failed(error)
+            if over or index >= max_calls:
+                text = "the episode is over" if over else f"at most {max_calls} calls in one turn"
+                results[index] = _failed(ToolError(text, ToolErrorType.LIMIT))
                 continue
             results[index] = await run_call(calls[index], tools, timeout=timeout)
             over = results[index].terminated
@@ -130,7 +126,7 @@ def unshared(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-async def start_tools(tools: Iterable[Tool], env: Any) -> None:
+async def start_tools(tools: Iterable[Tool], env: EpisodeEnv) -> None:
     """Starts the tools of an episode, one after another, each in the thread in which its calls will run."""
     for tool in tools:
         if _has_own_thread(tool):
@@ -266,36 +262,23 @@ def _as_result(value: Any, name: str) -> ToolResult:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if isinstance(value, (dict, list, tuple)):
-        return ToolResult(_as_json(value))
+        return ToolResult(json.dumps(_plain(value), ensure_ascii=False))
     raise EnvError(f"tool {name!r} returned {type(value).__name__}; text, a number, JSON or a ToolResult is expected.")
 
 
-def _as_json(value: Any) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, default=_plain, allow_nan=False)
-    except ValueError:  # infinity and NaN, which JSON cannot say, are written as text
-        return json.dumps(_without_infinity(value), ensure_ascii=False, default=lambda v: _without_infinity(_plain(v)))
-
-
 def _plain(value: Any) -> Any:
-    """What JSON has in the place of an object: a list for a set, a number for one of NumPy, else its text."""
-    if isinstance(value, (set, frozenset)):
-        return sorted(value, key=lambda item: (type(item).__name__, item)) if _ordered(value) else list(value)
+    """What JSON has for a value: a list for a set, a number for one of NumPy, text for what it cannot say."""
     if isinstance(value, (np.generic, np.ndarray)):
-        return value.tolist()
-    return str(value)
-
-
-def _ordered(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, (str, int, float)) for value in values)
-
-
-def _without_infinity(value: Any) -> Any:
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)) and all(isinstance(item, (str, int, float)) for item in value):
+        value = sorted(value, key=lambda item: (type(item).__name__, item))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, dict):
-        return {key: _without_infinity(item) for key, item in value.items()}
-    return [_without_infinity(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)
 
 
 _logged: set[tuple[str, type[Exception]]] = set()

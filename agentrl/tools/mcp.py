@@ -16,7 +16,7 @@ from typing import Any
 from agentrl.errors import ConfigError, InfraError
 from agentrl.redaction import redact
 from agentrl.tools.arguments import shorten
-from agentrl.tools.base import Tool, ToolError, ToolErrorType, ToolResult
+from agentrl.tools.base import EpisodeEnv, Tool, ToolError, ToolErrorType, ToolResult
 from agentrl.tools.mcp_session import Server, Session, list_once
 from agentrl.tools.schema import tidy
 from agentrl.versions import install_command
@@ -125,7 +125,7 @@ class McpTool(Tool, described=False):
         self.timeout = source.server.start_timeout + source.server.timeout + 5.0
         self.session: Session | None = source.shared_session if shared else None
 
-    def for_episode(self, env: Any) -> McpTool:
+    def for_episode(self, env: EpisodeEnv) -> McpTool:
         if self.shared:
             return self
         tool = copy.copy(self)
@@ -201,7 +201,7 @@ class Source:
                 self._tools = list_once(self.server)
             return self._tools
 
-    def episode_session(self, env: Any, name: str) -> Session:
+    def episode_session(self, env: EpisodeEnv, name: str) -> Session:
         """The session of the episode that ``env`` plays: one for all tools of the server, a new one when a tool
         comes again."""
         with self._lock:

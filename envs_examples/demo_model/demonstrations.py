@@ -60,8 +60,8 @@ def draw_episode(rng: random.Random, habits: Habits) -> tuple[str, list[tuple[st
     searches: list[tuple[str, str]] = []
     for relation in path:
         kind = world.RELATIONS[relation].domain
-        facts = {name: draw_name(rng, world.RELATIONS[name].range) for name in world.relations_of(kind)}
-        searches.append((f"{relation} of {subject}", world.passage_text(kind, subject, facts)))
+        facts = {name: draw_name(rng, to.range) for name, to in world.RELATIONS.items() if to.domain == kind}
+        searches.append((f"{relation} of {subject}", world.PASSAGES[kind].format(name=subject, **facts)))
         subject = facts[relation]
         if stop_early:
             # The outer relation of the wrong entity where its passage has one, else the bridge itself.

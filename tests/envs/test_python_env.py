@@ -174,7 +174,7 @@ def test_failed_code_may_cost_a_little_and_is_no_failure():
 def test_train_and_test_share_no_problem(env: PythonEnv):
     rows = {split: [env.tasks[split][i] for i in range(env.num_tasks("test"))] for split in env.splits}
     assert not {row["prompt"] for row in rows["train"]} & {row["prompt"] for row in rows["test"]}
-    assert {row["category"] for row in rows["test"]} == {kind.topic for kind in KINDS.values()}
+    assert {row["category"] for row in rows["test"]} == {kind["topic"] for kind in KINDS.values()}
     again = PythonEnv(sandbox="process")
     assert [again.tasks["test"][i] for i in range(20)] == rows["test"][:20]
     assert PythonEnv(sandbox="process", task_seed=3).tasks["test"][0] != rows["test"][0]

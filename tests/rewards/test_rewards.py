@@ -128,7 +128,7 @@ def test_functions_get_what_they_ask_for():
 
 
 def test_several_rewards_are_found_before_the_first_episode():
-    assert rewards.resolve([(0.5, "f1"), "math"]) == [(0.5, rewards.f1), rewards.math_answer]
+    assert rewards.resolve([(0.5, "f1"), "math"]) == [(0.5, rewards.f1), (1.0, rewards.math_answer)]
     assert rewards.resolve([[2, "f1"]]) == [(2, rewards.f1)]  # as JSON says it, in --env-arg
     assert run([[0.5, "exact_match"]], text="a") == {"exact_match": 0.5}
     with pytest.raises(ConfigError, match="Did you mean 'math'"):

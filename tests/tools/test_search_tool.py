@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from retrieval_server import served
 
 import agentrl
 from agentrl.envs.tool_env import prepare_tools
 from agentrl.errors import ConfigError, DataError, InfraError
 from agentrl.retrieval import HttpRetriever, LocalRetriever, Passage, build_in_memory
-from agentrl.retrieval.server import RetrievalServer, create_app
+from agentrl.retrieval.server import create_app
 from agentrl.tools import SearchTool
 
 TEXTS = [
@@ -79,7 +80,7 @@ def test_a_corpus_file_is_opened_once(tmp_path: Path):
 
 
 def test_a_server():
-    with RetrievalServer(create_app(LocalRetriever(build_in_memory([Passage("1", "", "A grey owl.")])))) as server:
+    with served(create_app(LocalRetriever(build_in_memory([Passage("1", "", "A grey owl.")])))) as server:
         env = Facts()
         env.tools = [SearchTool(url=server.url)]
         assert look_up(env, "owl") == "- A grey owl."

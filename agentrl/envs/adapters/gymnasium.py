@@ -28,6 +28,7 @@ from agentrl.errors import ConfigError
 from agentrl.loading import load_module
 from agentrl.tools.formats import get_parser
 from agentrl.types import Message
+from agentrl.values import check_choice
 
 DEFAULT_TURNS = 100
 """Turns of an environment that has no limit of its own."""
@@ -36,7 +37,6 @@ MOST_VALUES = 64
 MOST_CHARACTERS = 300
 """Of the environment's own description that the model is told."""
 _SEEDS = 2**30
-_SUCCESS = ("auto", "reward", "return", "terminated")
 _ENDS_AT_THE_GOAL = ("CliffWalking", "CliffWalkingSlippery")
 
 
@@ -92,8 +92,8 @@ class GymEnv(Env):
         call_format: str = "none",
         **env_args: Any,
     ) -> None:
-        _one_of("observation", observation, ("auto", "ansi", "text"))
-        _one_of("success", success, _SUCCESS)
+        check_choice("GymEnv: observation", observation, ("auto", "ansi", "text"))
+        check_choice("GymEnv: success", success, ("auto", "reward", "return", "terminated"))
         self.id, self.render_mode, self.call_format = id, render_mode, call_format
         self.name = re.sub(r"-v\d+\Z", "", id.rpartition("/")[2].rpartition(":")[2])
         self.inner, self.ansi = _made(id, observation, env_args)
@@ -111,17 +111,13 @@ class GymEnv(Env):
         self.success_return = success_return if success_return is not None else threshold
         self.success = self._success_rule(success)
         self.invalid_action_reward = invalid_action_reward
-        self.tasks_of = {"train": train_tasks, "test": test_tasks}
+        self.task_counts = {"train": train_tasks, "test": test_tasks}
         self.reset_options = reset_options
         self.system_prompt = system_prompt
         self._parser = get_parser("none")
         sampler = copy.deepcopy(self.inner.action_space)
         sampler.seed(0)
         self.example_actions = tuple(f"action: {observation_words(sampler.sample())}" for _ in range(6))
-
-    def num_tasks(self, split: str) -> int | None:
-        """``train_tasks`` or ``test_tasks``."""
-        return self.tasks_of.get(split)
 
     def check_settings(self) -> None:
         super().check_settings()
@@ -283,11 +279,6 @@ def _render_modes(spec: Any, env_args: dict[str, Any]) -> list[str]:
         return list(probe.metadata.get("render_modes", ()))
     finally:
         probe.close()
-
-
-def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"GymEnv: {name} is {value!r}; expected one of {', '.join(allowed)}.")
 
 
 def _about(env: gymnasium.Env[Any, Any]) -> str:

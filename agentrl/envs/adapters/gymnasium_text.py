@@ -6,44 +6,19 @@ import enum
 import inspect
 import math
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-ACTION_NAMES: dict[str, tuple[str, ...]] = {
-    "FrozenLake": ("left", "down", "right", "up"),
-    "FrozenLake8x8": ("left", "down", "right", "up"),
-    "CliffWalking": ("up", "right", "down", "left"),
-    "CliffWalkingSlippery": ("up", "right", "down", "left"),
-    "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
-    "Blackjack": ("stick", "hit"),
-    "CartPole": ("left", "right"),
-    "MountainCar": ("left", "wait", "right"),
-    "Acrobot": ("torque -1", "torque 0", "torque 1"),
-}
-"""Names of the actions of Gymnasium's own environments, which know only numbers."""
-
-OBSERVATION_NAMES: dict[str, tuple[str, ...]] = {
-    "FrozenLake": ("position",),
-    "FrozenLake8x8": ("position",),
-    "CliffWalking": ("position",),
-    "CliffWalkingSlippery": ("position",),
-    "Taxi": (
-        "taxi row",
-        "taxi column",
-        "passenger (0 R, 1 G, 2 Y, 3 B, 4 in taxi)",
-        "destination (0 R, 1 G, 2 Y, 3 B)",
-    ),
-    "Blackjack": ("your sum", "dealer's card", "usable ace"),
-    "CartPole": ("cart position", "cart velocity", "pole angle", "pole angular velocity"),
-    "MountainCar": ("position", "velocity"),
-    "MountainCarContinuous": ("position", "velocity"),
-    "Pendulum": ("cos of angle", "sin of angle", "angular velocity"),
-    "Acrobot": ("cos of angle 1", "sin of angle 1", "cos of angle 2", "sin of angle 2", "velocity 1", "velocity 2"),
-}
+_NAMES: dict[str, dict[str, list[str]]] = tomllib.loads(
+    Path(__file__).with_name("gymnasium_names.toml").read_text(encoding="utf-8")
+)
+ACTION_NAMES, OBSERVATION_NAMES = _NAMES["actions"], _NAMES["observations"]
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,40}(?:\.\d{0,40})?|\.\d{1,40})(?:[eE][-+]?\d{1,3})?")
 _NAMED = re.compile(r"\baction\b[\s*_`]*[:=][\s*_`]*", re.IGNORECASE)
@@ -73,7 +48,7 @@ def names_of_actions(env: gymnasium.Env[Any, Any], name: str) -> tuple[str, ...]
     elif inspect.isclass(actions) and issubclass(actions, enum.IntEnum):
         names = tuple(action.name.lower() for action in sorted(actions))
     else:
-        names = ACTION_NAMES.get(name, ())
+        names = tuple(ACTION_NAMES.get(name, ()))
     return names if len(names) == space.n else None
 
 

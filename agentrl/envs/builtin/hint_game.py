@@ -10,16 +10,14 @@ import numpy as np
 
 from agentrl.envs.core import task_index
 from agentrl.envs.multi_agent import MultiAgentEnv
-from agentrl.errors import ConfigError
 from agentrl.tools.formats import get_parser
+from agentrl.values import check_choice, check_number
 
 ATTRIBUTES = {
     "size": ("tiny", "small", "large", "huge"),
     "color": ("red", "blue", "green", "white", "black", "yellow"),
     "shape": ("ball", "box", "cup", "star", "ring", "cone"),
 }
-REWARDS = ("shared", "opposed")
-NUM_TASKS = {"train": 10_000, "test": 500}
 _KIND = {word: kind for kind, words in ATTRIBUTES.items() for word in words}
 _TRIES = 2
 
@@ -65,21 +63,16 @@ class HintGameEnv(MultiAgentEnv):
     """
 
     agents = ("hinter", "guesser")
+    task_counts = {"train": 10_000, "test": 500}
     call_format = "none"
 
     def __init__(self, *, rewards: str = "shared", objects: int = 4, rounds: int = 1) -> None:
-        if rewards not in REWARDS:
-            raise ConfigError(f"rewards is {rewards!r}; expected one of {', '.join(REWARDS)}")
-        for name, value, most in (("objects", objects, 8), ("rounds", rounds, 3)):
-            least = 2 if name == "objects" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise ConfigError(f"{name} is {value!r}; a whole number from {least} to {most} is expected")
+        check_choice("rewards", rewards, INTERESTS)
+        check_number("objects", objects, 2, 8)
+        check_number("rounds", rounds, 1, 3)
         self.rewards, self.objects, self.rounds = rewards, objects, rounds
         # As many as can be taken: whoever is about to lose must not get away by wasting them.
         self.max_turns = len(self.agents) * _TRIES * rounds
-
-    def num_tasks(self, split: str) -> int:
-        return NUM_TASKS[self.split_of({"split": split})]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         split = self.split_of(options)

@@ -217,23 +217,22 @@ _doing: list[str] = []
 
 def _noting(check: Callable[[Make], str | None], make: Make) -> str | None:
     """A check of an environment whose calls are noted, so that the one that hangs can be named."""
-    return check(lambda: _noted(make()))
 
+    def noting(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            _doing.append(f"{name} on {_brief(args[0])}" if args else name)
+            return method(*args, **kwargs)
 
-def _noted(env: Env | Wrapper) -> Env | Wrapper:
-    inside = env.unwrapped
-    for name in ("reset", "step", "areset", "astep"):
-        vars(inside)[name] = _noting_calls(getattr(inside, name), name)
-    return env
+        return call
 
+    def made() -> Env | Wrapper:
+        env = make()
+        for name in ("reset", "step", "areset", "astep"):
+            vars(env.unwrapped)[name] = noting(getattr(env.unwrapped, name), name)
+        return env
 
-def _noting_calls(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        _doing.append(f"{name} on {_brief(args[0])}" if args else name)
-        return method(*args, **kwargs)
-
-    return call
+    return check(made)
 
 
 def _where_it_hangs() -> str:
@@ -290,19 +289,12 @@ def _check_any_text(make: Make) -> str:
 
 def _check_both_ways_alike(make: Make) -> None:
     """``reset`` and ``step`` give what ``areset`` and ``astep`` give."""
-    blocking = _episode(make(), 11)
-
-    async def asynchronous() -> list[Any]:
-        env = make()
-        out: list[Any] = [copy.deepcopy(await env.areset(seed=11))]
-        for action in _some_actions(env, out[0][1]):
-            out.append(copy.deepcopy(await env.astep(action)))
-            if out[-1][2] or out[-1][3]:
-                break
-        await env.aclose()
-        return out
-
-    _same(blocking, run_coroutine(asynchronous()), "step and astep")
+    env = make()
+    asynchronous = list(
+        _turns(env, 11, lambda **given: run_coroutine(env.areset(**given)), lambda text: run_coroutine(env.astep(text)))
+    )
+    run_coroutine(env.aclose())
+    _same(_episode(make(), 11), asynchronous, "step and astep")
 
 
 def _check_seed_decides(make: Make) -> None:
@@ -319,16 +311,14 @@ def _check_instances_are_apart(make: Make) -> None:
     """Two environments at once do not disturb each other."""
     alone = [_episode(make(), seed) for seed in (1, 2)]
     both = [make(), make()]
-    together: list[list[Any]] = [[copy.deepcopy(env.reset(seed=seed))] for env, seed in zip(both, (1, 2), strict=True)]
-    plans = [_some_actions(env, out[0][1]) for out, env in zip(together, both, strict=True)]
-    for turn in range(TURNS):
-        for env, out, plan in zip(both, together, plans, strict=True):
-            if turn < len(plan) and not (len(out) > 1 and (out[-1][2] or out[-1][3])):
-                out.append(copy.deepcopy(env.step(plan[turn])))
+    together: list[list[Any]] = [[], []]
+    for turns in itertools.zip_longest(*(_turns(env, seed) for env, seed in zip(both, (1, 2), strict=True))):
+        for out, turn in zip(together, turns, strict=True):
+            out += [] if turn is None else [turn]
     for env in both:
         env.close()
-    _same(alone[0], together[0], "an episode alone and beside another")
-    _same(alone[1], together[1], "an episode alone and beside another")
+    for one, other in zip(alone, together, strict=True):
+        _same(one, other, "an episode alone and beside another")
 
 
 def _check_tool_schemas(make: Make) -> str:
@@ -421,19 +411,23 @@ def _actions(env: Env | Wrapper, info: dict[str, Any], rng: np.random.Generator)
     return [*env.example_actions, *fuzz_actions(info.get("tools") or (), env.call_format, rng)]
 
 
-def _some_actions(env: Env | Wrapper, info: dict[str, Any]) -> list[str]:
-    return [*_actions(env, info, np.random.default_rng(1))[: TURNS - 1], "an answer"]
+def _turns(env: Env | Wrapper, seed: int, reset: Any = None, step: Any = None) -> Iterator[Any]:
+    """What a short episode gives, turn by turn, by ``env.reset`` and ``env.step`` unless others are given."""
+    start = (reset or env.reset)(seed=seed)
+    yield copy.deepcopy(start)
+    actions = _actions(env, start[1], np.random.default_rng(1))[: TURNS - 1]
+    for action in [*actions, "an answer"]:
+        turn = step(action) if step else _checked_step(env, action)
+        yield copy.deepcopy(turn)
+        if turn[2] or turn[3]:
+            return
 
 
 def _episode(env: Env | Wrapper, seed: int, *, close: bool = True) -> list[Any]:
-    out: list[Any] = [copy.deepcopy(env.reset(seed=seed))]
-    for action in _some_actions(env, out[0][1]):
-        out.append(copy.deepcopy(_checked_step(env, action)))
-        if out[-1][2] or out[-1][3]:
-            break
+    turns = list(_turns(env, seed))
     if close:
         env.close()
-    return out
+    return turns
 
 
 def _checked_step(env: Env | Wrapper, action: str) -> Any:

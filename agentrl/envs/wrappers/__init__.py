@@ -1,5 +1,6 @@
 """Wrappers around agent environments."""
 
+from agentrl.envs.wrappers.base import Wrapper
 from agentrl.envs.wrappers.standard import (
     FixedTasks,
     ObservationHistory,
@@ -8,7 +9,6 @@ from agentrl.envs.wrappers.standard import (
     ShapeReward,
     TimeLimit,
     TruncateToolOutput,
-    Wrapper,
 )
 
 __all__ = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import json
 import logging
 import os
@@ -11,9 +12,9 @@ import re
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import gymnasium
 import numpy as np
@@ -28,19 +29,11 @@ from agentrl.rewards.combine import check_signatures
 from agentrl.tasks.dataset import row_id
 from agentrl.tasks.task_list import read_task_list
 from agentrl.types import StopReason
-
-__all__ = [
-    "FixedTasks",
-    "ObservationHistory",
-    "RecordEpisodes",
-    "RetryOnInfraError",
-    "ShapeReward",
-    "TimeLimit",
-    "TruncateToolOutput",
-    "Wrapper",
-]
+from agentrl.values import check_number
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class TimeLimit(Wrapper):
@@ -52,7 +45,8 @@ class TimeLimit(Wrapper):
 
     def __init__(self, env: gymnasium.Env[str, str], max_turns: int) -> None:
         super().__init__(env)
-        self.max_turns = _whole("TimeLimit", "max_turns", max_turns, at_least=1)
+        check_number("TimeLimit: max_turns", max_turns, 1)
+        self.max_turns = max_turns
         self._turns = 0
 
     async def areset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
@@ -79,7 +73,8 @@ class TruncateToolOutput(Wrapper):
 
     def __init__(self, env: gymnasium.Env[str, str], max_chars: int) -> None:
         super().__init__(env)
-        self.max_chars = _whole("TruncateToolOutput", "max_chars", max_chars, at_least=0)
+        check_number("TruncateToolOutput: max_chars", max_chars, 0)
+        self.max_chars = max_chars
 
     async def astep(self, action: str) -> Transition:
         observation, reward, terminated, truncated, info = await super().astep(action)
@@ -109,7 +104,8 @@ class ObservationHistory(Wrapper):
 
     def __init__(self, env: gymnasium.Env[str, str], n: int) -> None:
         super().__init__(env)
-        self.n = _whole("ObservationHistory", "n", n, at_least=1)
+        check_number("ObservationHistory: n", n, 1)
+        self.n = n
         self._past: dict[str, deque[str]] = {}  # by agent
         self._last = ""
 
@@ -266,9 +262,9 @@ class RetryOnInfraError(Wrapper):
 
     def __init__(self, env: gymnasium.Env[str, str], attempts: int = 3, backoff: float = 0.5) -> None:
         super().__init__(env)
-        self.attempts = _whole("RetryOnInfraError", "attempts", attempts, at_least=1)
-        if not 0 <= backoff < float("inf"):
-            raise ConfigError(f"RetryOnInfraError: backoff is {backoff!r}; seconds of at least 0 are expected.")
+        check_number("RetryOnInfraError: attempts", attempts, 1)
+        self.attempts = attempts
+        check_number("RetryOnInfraError: backoff", backoff, 0, whole=False)
         self.backoff = backoff
         self._past: list[tuple[str, Transition]] = []
 
@@ -277,27 +273,31 @@ class RetryOnInfraError(Wrapper):
         self._seed, self._options = seed, copy.deepcopy(options)
         inside = vars(self.unwrapped)
         self._random = copy.deepcopy({name: inside[name] for name in self._RANDOM if name in inside})
-        for attempt in range(self.attempts):
-            try:
-                start = await self._begin()
-                self._start = copy.deepcopy(_said_first(start))
-                return start
-            except InfraError as error:
-                await self._wait(attempt, error)
-        raise AssertionError("the last attempt raises")
+        start = await self._tried(lambda attempt: self._begin())
+        self._start = copy.deepcopy(_said_first(start))
+        return start
 
     async def astep(self, action: str) -> Transition:
-        for attempt in range(self.attempts):
+        transition = await self._tried(lambda attempt: self._step(action, again=attempt > 0))
+        self._past.append((action, copy.deepcopy(transition)))
+        return transition
+
+    async def _tried(self, act: Callable[[int], Awaitable[T]]) -> T:
+        for attempt in itertools.count():
             try:
-                if attempt:
-                    await self._play_again()
-                transition = await super().astep(action)
+                return await act(attempt)
             except InfraError as error:
-                await self._wait(attempt, error)
-            else:
-                self._past.append((action, copy.deepcopy(transition)))
-                return transition
-        raise AssertionError("the last attempt raises")
+                if attempt + 1 >= self.attempts:
+                    raise
+                seconds, name = self.backoff * 2**attempt, type(self.unwrapped).__name__
+                log.info("%s, attempt %d, again in %.1f s: %s", name, attempt + 1, seconds, error)
+                await asyncio.sleep(seconds)
+        raise AssertionError
+
+    async def _step(self, action: str, *, again: bool) -> Transition:
+        if again:
+            await self._play_again()
+        return await super().astep(action)
 
     async def _begin(self) -> Start:
         if self._seed is None:  # then the episode follows from the state of the generator
@@ -315,13 +315,6 @@ class RetryOnInfraError(Wrapper):
                 f"the episode cannot be played again after a failure: {type(self.unwrapped).__name__} now answers "
                 f"{now[0]!r:.80} where it answered {before[0]!r:.80}"
             )
-
-    async def _wait(self, attempt: int, error: InfraError) -> None:
-        if attempt + 1 >= self.attempts:
-            raise error
-        seconds = self.backoff * 2**attempt
-        log.info("%s, attempt %d, again in %.1f s: %s", type(self.unwrapped).__name__, attempt + 1, seconds, error)
-        await asyncio.sleep(seconds)
 
 
 class FixedTasks(Wrapper):
@@ -388,9 +381,3 @@ def _said_first(start: Start) -> tuple[Any, ...]:
     """Of a reset, what tells one task from another."""
     observation, info = start
     return observation, info["messages"], info.get("task_id")
-
-
-def _whole(where: str, name: str, value: Any, *, at_least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ConfigError(f"{where}: {name} is {value!r}; a whole number of at least {at_least} is expected.")
-    return value

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from agentrl.errors import ConfigError
 from agentrl.processes.warden import scratch_folder
 from agentrl.tools.arguments import ArgumentReader, shorten
-from agentrl.tools.base import Tool, ToolError
+from agentrl.tools.base import EpisodeEnv, Tool, ToolError
 from agentrl.tools.builtin.jail import Jail, JailError, split
 
 Action = Literal["list", "read", "write", "search"]
@@ -79,13 +79,13 @@ class FilesTool(Tool):
         self._written: dict[str, int] = {}
         self._folders = 0
 
-    def for_episode(self, env: Any) -> FilesTool:
+    def for_episode(self, env: EpisodeEnv) -> FilesTool:
         tool = copy.copy(self)
         tool._jail, tool._written, tool._folders = None, {}, 0
         tool.start(env)
         return tool
 
-    def start(self, env: Any) -> None:
+    def start(self, env: EpisodeEnv) -> None:
         """Adds the files of the task, ``env.row["files"]``, to those the folder starts with."""
         given = (getattr(env, "row", None) or {}).get("files") if self.root is None else None
         if given is not None:

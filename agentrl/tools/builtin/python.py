@@ -9,7 +9,7 @@ from typing import Any
 from agentrl.errors import ConfigError
 from agentrl.sandbox import TIERS, Limits, Result, Sandbox, Session, resolve
 from agentrl.sandbox.session import FLOOD_BYTES, GRACE_SECONDS, START_SECONDS
-from agentrl.tools.base import Tool, ToolError, ToolErrorType, ToolResult
+from agentrl.tools.base import EpisodeEnv, Tool, ToolError, ToolErrorType, ToolResult
 
 _FENCE = re.compile(r"\s*```(?:python|py)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
 
@@ -98,13 +98,13 @@ class PythonTool(Tool):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_session": None}  # a copy gets an interpreter of its own
 
-    def check(self, env: Any) -> None:
+    def check(self, env: EpisodeEnv) -> None:
         resolve(self._asked(env), self.options["image"])
 
-    def start(self, env: Any) -> None:
+    def start(self, env: EpisodeEnv) -> None:
         self.tier = resolve(self._asked(env), self.options["image"])
 
-    def _asked(self, env: Any = None) -> str:
+    def _asked(self, env: EpisodeEnv | None = None) -> str:
         return self.sandbox or getattr(env, "sandbox", None) or "auto"
 
     def __call__(self, code: str) -> ToolResult:

@@ -22,6 +22,7 @@ from agentrl.retrieval import (
 )
 from agentrl.retrieval.corpus import parse_passage
 from agentrl.tools.base import Tool, ToolResult
+from agentrl.values import check_number
 
 NO_RESULTS = "No results."
 
@@ -92,8 +93,7 @@ class SearchTool(Tool):
         if len(given) != 1:
             found = "none" if not given else " and ".join(given)
             raise ConfigError(f"a SearchTool searches one source: give index, url or retriever; got {found}")
-        if isinstance(topk, bool) or not isinstance(topk, int) or topk < 1:
-            raise ConfigError(f"topk must be a whole number of at least 1, got {topk!r}")
+        check_number("topk", topk, 1)
         if index_dir is not None and not isinstance(index, (str, Path)):
             raise ConfigError(
                 f"index_dir={str(index_dir)!r} is where the index of a corpus file is kept: give index=FILE"
@@ -138,8 +138,7 @@ def open_retriever(
 ) -> Retriever:
     """The retriever of a server or of a corpus file, one a process for the same settings."""
     with _loading:
-        # What is opened once a process must not mean another file in another working directory.
-        return _open(url, patience, _absolute(corpus), _absolute(index_dir))
+        return _open(url, patience, corpus and absolute(corpus), index_dir and absolute(index_dir))
 
 
 @functools.lru_cache(maxsize=16)
@@ -147,8 +146,9 @@ def _open(url: str | None, patience: float, corpus: str | None, index_dir: str |
     return HttpRetriever(url, patience=patience) if url else LocalRetriever(open_index(str(corpus), index_dir))
 
 
-def _absolute(path: str | Path | None) -> str | None:
-    return None if path is None else str(Path(path).absolute())
+def absolute(path: str | Path) -> str:
+    """What is opened once a process must not mean another file in another working directory."""
+    return str(Path(path).absolute())
 
 
 def _opened(index: Any, url: str | None, patience: float, index_dir: str | Path | None) -> Retriever:

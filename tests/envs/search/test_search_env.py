@@ -199,9 +199,9 @@ def test_a_bad_question_is_named(write_jsonl, line, message: str):
 
 
 def test_arguments_out_of_range():
-    with pytest.raises(ConfigError, match="topk must be a whole number of at least 1, got 0"):
+    with pytest.raises(ConfigError, match="topk is 0; a whole number of at least 1 is expected"):
         SearchEnv(topk=0)
-    with pytest.raises(ConfigError, match="two_hop is a share"):
+    with pytest.raises(ConfigError, match="two_hop is 1.5; a number from 0 to 1 is expected"):
         SearchEnv(two_hop=1.5)
     with pytest.raises(ConfigError, match="exclude each other"):
         SearchEnv(retriever="http://127.0.0.1:1", corpus="c.jsonl")

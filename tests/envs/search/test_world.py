@@ -31,7 +31,7 @@ def test_a_world_is_large():
 def test_no_entity_of_a_test_question_occurs_in_a_training_question():
     seen: dict[str, set[str]] = {split: set() for split in world.SPLITS}
     for split, entities in seen.items():
-        for i in range(get_world(0).num_questions(split)):
+        for i in range(world.NUM_QUESTIONS[split]):
             entities.update(get_world(0).question(split, i).chain)
     assert seen["train"] and seen["test"]
     assert not seen["train"] & seen["test"]

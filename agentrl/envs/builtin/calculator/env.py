@@ -7,8 +7,9 @@ from pathlib import Path
 from agentrl.envs.builtin.calculator.problems import makers
 from agentrl.envs.tool_env import ToolEnv
 from agentrl.rewards import math_answer
-from agentrl.tasks.generated import GeneratedTasks, chosen_levels, own_tasks
+from agentrl.tasks.generated import LEVELS, GeneratedTasks, own_tasks
 from agentrl.tools.builtin.calculator import CalculatorTool
+from agentrl.values import chosen
 
 SYSTEM_PROMPT = "Use the calculator, then reply with Answer: and the number."
 """Short, because every episode begins with it."""
@@ -57,7 +58,7 @@ class CalculatorEnv(ToolEnv):
         input_key: str = "prompt",
         label_key: str = "label",
     ) -> None:
-        levels = chosen_levels(difficulty)
+        levels = chosen("difficulty", difficulty, LEVELS)
         if train_data or test_data:
             self.tasks = own_tasks(train_data, test_data, input_key, label_key)
         else:

@@ -8,10 +8,10 @@ from typing import Any
 from agentrl.envs.builtin.python.problems import KINDS, makers
 from agentrl.envs.core import require_number
 from agentrl.envs.tool_env import ToolEnv
-from agentrl.errors import ConfigError
 from agentrl.rewards import math_answer
-from agentrl.tasks.generated import GeneratedTasks, chosen_levels, own_tasks
+from agentrl.tasks.generated import LEVELS, GeneratedTasks, own_tasks
 from agentrl.tools.builtin.python import PythonTool
+from agentrl.values import chosen
 
 SYSTEM_PROMPT = "Solve the problem; the python tool computes for you. End with the answer as \\boxed{number}."
 
@@ -83,7 +83,8 @@ class PythonEnv(ToolEnv):
         if train_data or test_data:
             self.tasks = own_tasks(train_data, test_data, input_key, label_key)
         else:
-            made = makers(chosen_levels(difficulty), _chosen_topics(topics))
+            known = sorted({kind["topic"] for kind in KINDS.values()})
+            made = makers(chosen("difficulty", difficulty, LEVELS), chosen("topics", topics or "+".join(known), known))
             self.tasks = {split: GeneratedTasks("python", made, split, task_seed) for split in self.splits}
         limits: dict[str, Any] = {"timeout": code_timeout, "memory_mb": memory_mb, "max_output": max_output}
         self.tools = [PythonTool(packages=packages, image=image, **limits)]
@@ -100,13 +101,3 @@ class PythonEnv(ToolEnv):
     def reward(self, text: str, answer: str) -> dict[str, float]:
         """1.0 for the right number, else 0.0."""
         return {"correct": math_answer(text, answer)}
-
-
-def _chosen_topics(topics: str | None) -> tuple[str, ...] | None:
-    if topics is None:
-        return None
-    known = sorted({kind.topic for kind in KINDS.values()})
-    chosen = tuple(part.strip() for part in str(topics).split("+"))
-    if not set(chosen) <= set(known):
-        raise ConfigError(f"topics is {topics!r}; expected {', '.join(known)}, or several joined by '+'.")
-    return chosen

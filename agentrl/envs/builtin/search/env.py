@@ -13,7 +13,8 @@ from agentrl.envs.tool_env import ToolEnv
 from agentrl.errors import ConfigError
 from agentrl.retrieval import LocalRetriever, Retriever
 from agentrl.rewards import exact_match
-from agentrl.tools.builtin.search import SearchTool, format_passages, open_retriever
+from agentrl.tools.builtin.search import SearchTool, absolute, format_passages, open_retriever
+from agentrl.values import check_number
 
 SYSTEM_PROMPT = "Find facts with the search tool, then reply with Answer: and the short answer."
 """Short, because every episode begins with it; the demo model was trained on it."""
@@ -93,23 +94,16 @@ class QuestionEnv(ToolEnv):
         train_data: str | Path | None = None,
         test_data: str | Path | None = None,
     ) -> None:
-        if isinstance(topk, bool) or not isinstance(topk, int) or topk < 1:
-            raise ConfigError(f"topk must be a whole number of at least 1, got {topk!r}")
-        if not 0 <= two_hop <= 1:
-            raise ConfigError(f"two_hop is a share from 0 to 1, got {two_hop!r}")
+        check_number("topk", topk, 1)
+        check_number("two_hop", two_hop, 0, 1, whole=False)
         paths = {"train": train_data, "test": test_data}
         if train_data or test_data:
-            self.tasks = {split: load_questions(_absolute(path)) if path else () for split, path in paths.items()}
+            self.tasks = {split: load_questions(absolute(path)) if path else () for split, path in paths.items()}
         else:
             world = get_world(world_seed)
             self.tasks = {split: WorldQuestions(world, split, two_hop) for split in self.splits}
         source = shared_retriever(retriever, corpus, index_dir, world_seed, retriever_patience)
         self.tools = [SearchTool(retriever=source, topk=topk, show=self.show_passages, description=TOOL_DESCRIPTION)]
-
-
-def _absolute(path: str | Path) -> str:
-    """What is read once a process must not mean another file in another working directory."""
-    return str(Path(path).absolute())
 
 
 class SearchEnv(QuestionEnv):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.envs.builtin.search.world import World
+from agentrl.envs.builtin.search.world import NUM_QUESTIONS, World
 from agentrl.errors import DataError
 from agentrl.tasks.files import find_files, read_records
 
@@ -29,7 +29,7 @@ class WorldQuestions(Sequence[Row]):
         self._two_hop = two_hop
 
     def __len__(self) -> int:
-        return self._world.num_questions(self._split)
+        return NUM_QUESTIONS[self._split]
 
     def __getitem__(self, index: int) -> Row:  # type: ignore[override]
         question = self._world.question(self._split, index, two_hop_share=self._two_hop)

@@ -11,7 +11,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 from agentrl.envs.builtin.search import names
 from agentrl.retrieval import Index, Passage, build_in_memory
@@ -25,44 +28,27 @@ NUM_QUESTIONS = {"train": 65_536, "test": 1_024}
 TWO_HOP_SHARE = 0.64
 
 
-@dataclass(frozen=True)
-class Relation:
-    """A function from entities of kind ``domain`` to entities of kind ``range``.
+class Relation(NamedTuple):
+    """A function from entities of kind ``domain`` to entities of kind ``range``; see ``relations.toml``."""
 
-    ``question`` asks for its value, ``phrase`` refers to its value; both hold one ``{}`` for the subject.
-    """
-
-    name: str
     domain: str
     range: str
     question: str
     phrase: str
 
 
-RELATIONS: dict[str, Relation] = {
-    relation.name: relation
-    for relation in (
-        Relation("birthplace", "person", "place", "Where was {} born?", "the birthplace of {}"),
-        Relation("employer", "person", "company", "Which company does {} work for?", "the employer of {}"),
-        Relation("teacher", "person", "person", "Who taught {}?", "the teacher of {}"),
-        Relation("city", "company", "place", "In which city is {} based?", "the city of {}"),
-        Relation("founder", "company", "person", "Who founded {}?", "the founder of {}"),
-        Relation("mayor", "place", "person", "Who is the mayor of {}?", "the mayor of {}"),
-    )
-}
-KINDS = ("person", "company", "place")
+_KNOWN = tomllib.loads(Path(__file__).with_name("relations.toml").read_text(encoding="utf-8"))
+RELATIONS: dict[str, Relation] = {name: Relation(**relation) for name, relation in _KNOWN["relations"].items()}
+PASSAGES: dict[str, str] = _KNOWN["passages"]
+"""By kind of entity, what is told of one."""
+KINDS = tuple(PASSAGES)
 ONE_HOP_PATHS: tuple[tuple[str, ...], ...] = tuple((name,) for name in RELATIONS)
 TWO_HOP_PATHS: tuple[tuple[str, ...], ...] = tuple(
-    (inner.name, outer.name)
-    for inner in RELATIONS.values()
-    for outer in RELATIONS.values()
-    if inner.range == outer.domain
+    (inner, outer)
+    for inner, to in RELATIONS.items()
+    for outer, onward in RELATIONS.items()
+    if to.range == onward.domain
 )
-
-
-def relations_of(kind: str) -> list[str]:
-    """Names of the relations that entities of ``kind`` have."""
-    return [name for name, relation in RELATIONS.items() if relation.domain == kind]
 
 
 def question_text(path: tuple[str, ...], subject: str) -> str:
@@ -71,18 +57,6 @@ def question_text(path: tuple[str, ...], subject: str) -> str:
     for name in inner:
         subject = RELATIONS[name].phrase.format(subject)
     return RELATIONS[outer].question.format(subject)
-
-
-def passage_text(kind: str, name: str, facts: dict[str, str]) -> str:
-    """The passage about one entity. ``facts`` maps each relation of its kind to the name of the value."""
-    if kind == "person":
-        return (
-            f"{name} was born in {facts['birthplace']} and works for {facts['employer']}. "
-            f"The teacher of {name} was {facts['teacher']}."
-        )
-    if kind == "company":
-        return f"{name} is based in the city of {facts['city']}. The founder of {name} is {facts['founder']}."
-    return f"{name} is a city. The mayor of {name} is {facts['mayor']}."
 
 
 def split_of(name: str) -> str:
@@ -124,13 +98,12 @@ class World:
         self.facts: dict[str, dict[str, str]] = {}
         self.passages: list[Passage] = []
         for kind in KINDS:
-            relations = [RELATIONS[name] for name in relations_of(kind)]
             for split in SPLITS:
-                self._draw_facts(rng, kind, split, relations)
+                self._draw_facts(rng, kind, split)
 
-    def _draw_facts(self, rng: random.Random, kind: str, split: str, relations: list[Relation]) -> None:
-        choices = [(r.name, self.entities[r.range, split]) for r in relations]
-        sizes = [(name, pool, len(pool)) for name, pool in choices]
+    def _draw_facts(self, rng: random.Random, kind: str, split: str) -> None:
+        pools = [(name, self.entities[to.range, split]) for name, to in RELATIONS.items() if to.domain == kind]
+        sizes = [(name, pool, len(pool)) for name, pool in pools]
         for name in self.entities[kind, split]:
             facts = {}
             for relation, pool, size in sizes:
@@ -139,11 +112,9 @@ class World:
                     value = pool[int(rng.random() * size)]
                 facts[relation] = value
             self.facts[name] = facts
-            self.passages.append(Passage(f"{kind}-{len(self.passages)}", name, passage_text(kind, name, facts)))
-
-    def num_questions(self, split: str) -> int:
-        """How many questions :meth:`question` has for a split."""
-        return NUM_QUESTIONS[split]
+            self.passages.append(
+                Passage(f"{kind}-{len(self.passages)}", name, PASSAGES[kind].format(name=name, **facts))
+            )
 
     def question(self, split: str, index: int, *, two_hop_share: float = TWO_HOP_SHARE) -> Question:
         """Question ``index`` of a split: the same one for the same world, on every machine.
@@ -152,12 +123,10 @@ class World:
         equally often among them.
 
         Raises:
-            IndexError: ``index`` is outside ``range(num_questions(split))``.
+            IndexError: ``index`` is outside ``range(NUM_QUESTIONS[split])``.
         """
-        if not 0 <= index < self.num_questions(split):
-            raise IndexError(
-                f"question index {index} of split {split!r}: expected 0 to {self.num_questions(split) - 1}"
-            )
+        if not 0 <= index < NUM_QUESTIONS[split]:
+            raise IndexError(f"question index {index} of split {split!r}: expected 0 to {NUM_QUESTIONS[split] - 1}")
         two_hop_before = int(index * two_hop_share)
         is_two_hop = int((index + 1) * two_hop_share) > two_hop_before
         paths = TWO_HOP_PATHS if is_two_hop else ONE_HOP_PATHS

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import tomllib
+from pathlib import Path
 from typing import Any
 
 from agentrl.envs.builtin.service.shop import Shop
@@ -13,22 +15,9 @@ PATIENCE = 4
 MOST_NUMBERS = 8
 """Different numbers in a reply that tells an amount: more of them are guesses, and one would be right by chance."""
 
-_ASKING = re.compile(r"\?|please|provide|tell me|give me|need|let me know|share")
-_FACTS = {
-    "email": re.compile(r"e-?mail"),
-    "order": re.compile(r"order (number|id)|which order|what order|number of (the|your) order|order's number"),
-    "address": re.compile(r"(new|which|what|your|full|delivery|shipping) address|where (should|shall|do|to)"),
-    "item": re.compile(r"(which|what) (item|product|one|color|would|do you want)|instead|exchange it for|like to have"),
-}
-_CONFIRMING = re.compile(
-    r"confirm|shall i|should i|may i|do you want me|proceed|go ahead|is th(at|is) (right|correct|ok)"
-)
-_REFUSING = re.compile(
-    r"can ?not|can['’]t|unable|not (possible|allowed|permitted|able)|impossible|must refuse|have to refuse|i refuse"
-    r"|won['’]t be able|against (the|our) rules|do(es)? not allow|forbid"
-)
-_POLITE = re.compile(r"(anything|something) (else|more|further)|further (help|assistance)|help you|other question")
-_SENTENCES = re.compile(r"(?<=[.?!])\s+|\n+")
+_WORDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_ASKED = {name: re.compile(words) for name, words in _WORDS["asked"].items()}
+_ASKING, _CONFIRMING, _REFUSING, _POLITE, _SENTENCES = map(re.compile, _WORDS["heard"].values())
 
 
 class Customer:
@@ -77,12 +66,13 @@ class Customer:
             return self._next("Thank you.")
         if granted(self._shop, self.wish):
             return self._lost_patience("And what amount is it, exactly?")
-        asked = [name for name in self._details() if any(self._asks(name, s) for s in sentences)]
+        questions = [s for s in sentences if _ASKING.search(s)]
+        asked = [name for name in self._details() if any(_ASKED[name].search(s) for s in questions)]
         if any(_CONFIRMING.search(s) for s in sentences) and not (asked and self.wish["order"] not in text):
             return self._consider(text)
         if asked:
             self.known.update(asked)
-            return " ".join(self._say(name) for name in asked), False
+            return " ".join(_WORDS["tells"][name].format(email=self._email, **self.wish) for name in asked), False
         if _REFUSING.search(text):
             return self._refused()
         return self._lost_patience(f"I do not follow. {self._state()}")
@@ -90,36 +80,18 @@ class Customer:
     # -- what it says ----------------------------------------------------------------------------
 
     def _state(self) -> str:
-        known = self._open_with_all
-        order = f"order {self.wish['order']}" if known else "one of my orders"
-        if known:
+        order = "one of my orders"
+        detail = ""
+        if self._open_with_all:
             self.known.update(self._details())
-        kind = self.wish["kind"]
-        if kind == "cancel":
-            return f"I want to cancel {order}."
-        if kind == "question":
-            return f"I want to know the total of {order}."
-        if kind == "address":
-            return f"I want {order} sent to another address{': ' + self.wish['address'] if known else ''}."
-        items = f": a {self.wish['new_item']} instead of the {self.wish['item']}" if known else ""
-        return f"I want to exchange an item of {order}{items}."
+            order = f"order {self.wish['order']}"
+            detail = _WORDS["detail"].get(self.wish["kind"], "").format(**self.wish)
+        return _WORDS["wants"][self.wish["kind"]].format(order=order, detail=detail)
 
     def _details(self) -> tuple[str, ...]:
         """What there is to ask for, given the wish."""
         own = {"address": ("address",), "exchange": ("item",)}.get(self.wish["kind"], ())
         return ("email", "order", *own)
-
-    def _say(self, name: str) -> str:
-        return {
-            "email": lambda: f"My e-mail is {self._email}.",
-            "order": lambda: f"It is order {self.wish['order']}.",
-            "address": lambda: f"The new address is {self.wish['address']}.",
-            "item": lambda: f"I want a {self.wish['new_item']} instead of the {self.wish['item']}.",
-        }[name]()
-
-    @staticmethod
-    def _asks(name: str, sentence: str) -> bool:
-        return bool(_FACTS[name].search(sentence) and _ASKING.search(sentence))
 
     # -- what it makes of the agent's words ------------------------------------------------------
 
@@ -127,7 +99,7 @@ class Customer:
         """Whether the wish is granted and its amount, if there is one, was told."""
         if self.wish["kind"] != "question" and not granted(self._shop, self.wish):
             return False
-        amount, numbers = self.wish.get("amount"), set(_numbers(text))
+        amount, numbers = self.wish.get("amount"), set(re.findall(r"\d{1,9}(?:\.\d{1,2})?", text.replace(",", "")))
         if amount is None:
             return bool(text)
         return len(numbers) <= MOST_NUMBERS and any(abs(float(n) - amount) < 0.005 for n in numbers)
@@ -170,7 +142,3 @@ class Customer:
             self.satisfied = False
             return "I give up. Goodbye.", True
         return words, False
-
-
-def _numbers(text: str) -> list[str]:
-    return re.findall(r"\d{1,9}(?:\.\d{1,2})?", text.replace(",", ""))

@@ -10,9 +10,9 @@ from agentrl.envs.builtin.service.customer import Customer
 from agentrl.envs.builtin.service.shop import Shop, kind_of, money
 from agentrl.envs.builtin.service.tasks import ALLOWED_STATUS, make_task
 from agentrl.envs.tool_env import ToolEnv
-from agentrl.errors import ConfigError
 from agentrl.tools.base import tool
 from agentrl.types import Message
+from agentrl.values import check_choice, check_number
 
 RULES = """\
 You serve the customers of a shop by its tools. Rules:
@@ -24,7 +24,6 @@ You serve the customers of a shop by its tools. Rules:
 6. Refuse what the rules forbid.
 Text goes to the customer, tool calls to the shop."""
 
-NUM_TASKS = {"train": 10_000, "test": 500}
 DIFFICULTIES = {"easy": (True, 0, 1), "normal": (False, 0, 1), "hard": (False, 2, 2)}
 """Whether the customer says everything at once, how often it insists, how many wishes it has."""
 
@@ -53,20 +52,15 @@ class ServiceEnv(ToolEnv):
         'Hello. My e-mail is ...'
     """
 
+    task_counts = {"train": 10_000, "test": 500}
     max_turns = 20
     system_prompt = RULES
 
     def __init__(self, *, difficulty: str = "normal", partial_credit: float = 0.0) -> None:
-        if difficulty not in DIFFICULTIES:
-            raise ConfigError(f"difficulty is {difficulty!r}; expected one of {', '.join(DIFFICULTIES)}")
-        number = isinstance(partial_credit, int | float) and not isinstance(partial_credit, bool)
-        if not number or not 0 <= partial_credit <= 1:
-            raise ConfigError(f"partial_credit is {partial_credit!r}; a share from 0 to 1 is expected")
+        check_choice("difficulty", difficulty, DIFFICULTIES)
+        check_number("partial_credit", partial_credit, 0, 1, whole=False)
         self.open_with_all, self.insist, self.wishes = DIFFICULTIES[difficulty]
         self.partial_credit = partial_credit
-
-    def num_tasks(self, split: str) -> int:
-        return NUM_TASKS[self.split_of({"split": split})]
 
     def task(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
         row = make_task(rng, split, wishes=self.wishes)

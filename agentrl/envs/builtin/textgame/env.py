@@ -7,10 +7,9 @@ from typing import Any
 
 from agentrl.envs.builtin.textgame.world import DIRECTIONS, LEVELS, State, World, make_world
 from agentrl.envs.core import Env, require_number, task_index
-from agentrl.errors import ConfigError
 from agentrl.tools.formats import get_parser
+from agentrl.values import check_choice, chosen
 
-NUM_TASKS = {"train": 10_000, "test": 500}
 COMMANDS = "go DIRECTION, take THING, open chest, unlock door, look, inventory"
 SYSTEM_PROMPT = f"You play a text game. Reply with one command: {COMMANDS}."
 
@@ -45,25 +44,20 @@ class TextGameEnv(Env):
         ('There is no chest here.', 0.0)
     """
 
+    task_counts = {"train": 10_000, "test": 500}
     max_turns = 20
     call_format = "none"
 
     def __init__(
         self, *, difficulty: str = "easy+medium", reward: str = "progress", invalid_reward: float = 0.0
     ) -> None:
-        self.levels = tuple(part.strip() for part in str(difficulty).split("+"))
-        if not set(self.levels) <= set(LEVELS):
-            raise ConfigError(f"difficulty is {difficulty!r}; expected {', '.join(LEVELS)}, or several joined by '+'")
-        if reward not in ("progress", "goal"):
-            raise ConfigError(f"reward is {reward!r}; expected progress or goal")
+        check_choice("reward", reward, ("progress", "goal"))
+        self.levels = chosen("difficulty", difficulty, LEVELS)
         self.reward, self.invalid_reward = reward, invalid_reward
 
     def check_settings(self) -> None:
         super().check_settings()
         require_number(self, "invalid_reward", at_least=-1e9)
-
-    def num_tasks(self, split: str) -> int:
-        return NUM_TASKS[self.split_of({"split": split})]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         split = self.split_of(options)
