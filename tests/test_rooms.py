@@ -9,7 +9,7 @@ import agentrl
 
 FLOORS = [
     "errors types redaction on_demand _gymnasium spaces",
-    "loading versions concurrency families values",
+    "loading versions concurrency families values jsonl",
     "config processes",
     "algorithms tasks retrieval sandbox chat_api engines progress planning",
     "tools rewards weights",

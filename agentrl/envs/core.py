@@ -20,6 +20,7 @@ from agentrl.envs.authoring import PAIRS, SKIP, complete_pair, taking_settings, 
 from agentrl.errors import ConfigError, EnvError
 from agentrl.rewards.number import reward_number
 from agentrl.spaces import Unicode
+from agentrl.tasks.source import check_split
 from agentrl.types import Message, StopReason
 from agentrl.values import check_number
 
@@ -185,8 +186,7 @@ class Env(gymnasium.Env[str, str]):
             ConfigError: The environment has no such split.
         """
         split = (options or {}).get("split", self.splits[0])
-        if split not in self.splits:
-            raise ConfigError(f"{type(self).__name__} has no split {split!r}; it has {', '.join(self.splits)}.")
+        check_split(self.splits, split, type(self).__name__)
         return split
 
     def check_settings(self) -> None:

@@ -162,7 +162,7 @@ def build_index(corpus: str | Path, index_dir: str | Path) -> None:
         index = tantivy.Index(schema.add_bytes_field("passage", stored=True).build(), str(partial))
         writer = index.writer(heap_size=_BUFFER, num_threads=1)
         try:
-            for passage, _ in scan(path):
+            for passage, _, _ in scan(path):
                 stored = json.dumps(passage).encode()
                 writer.add_document(tantivy.Document(words=" ".join(_words_of(passage)), passage=stored))
             writer.commit()

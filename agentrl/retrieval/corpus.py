@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from agentrl.errors import DataError
+from agentrl.jsonl import Place, json_lines, parse_line
 
 
 class Passage(NamedTuple):
@@ -45,31 +45,24 @@ def parse_passage(record: Any, number: int) -> Passage:
     raise ValueError(f'expected a string under "contents" or "text", got the keys {sorted(map(str, record))}')
 
 
-def scan(path: Path) -> Iterator[tuple[Passage, int]]:
-    """Every passage of a JSONL file with the offset at which its line ends. Empty lines may only end the file.
+def scan(path: Path) -> Iterator[tuple[Passage, Place, int]]:
+    """Every passage of a JSONL file, its place and its length in bytes.
 
     Raises:
-        DataError: file and line of the first bad line, or the file has no passage.
+        DataError: The file cannot be read, a line of it is no passage (named), or it has none.
     """
-    end = blank_line = 0
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                blank_line = blank_line or number
-                continue
-            if blank_line:
-                raise DataError(f"{path}:{blank_line}: an empty line between passages; remove it")
-            end += len(line)
-            yield _parse(path, line, number - 1), end
-    if not end:
+    number = -1
+    for number, (place, length, record) in enumerate(json_lines(str(path))):
+        yield _passage(record, number, place), place, length
+    if number < 0:
         raise DataError(f"{path}: no passage in the file; expected one JSON object a line")
 
 
-def _parse(path: Path, line: bytes, number: int) -> Passage:
+def _passage(record: Any, number: int, place: Place) -> Passage:
     try:
-        return parse_passage(json.loads(line), number)
-    except ValueError as error:  # also bad JSON and bad UTF-8
-        raise DataError(f"{path}:{number + 1}: {error}") from error
+        return parse_passage(record, number)
+    except ValueError as error:
+        raise DataError(f"{place}: {error}") from error
 
 
 class JsonlCorpus(Sequence[Passage]):
@@ -77,14 +70,17 @@ class JsonlCorpus(Sequence[Passage]):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._offsets = np.array([0, *(end for _, end in scan(path))], dtype=np.int64)
+        spans = (number for _, place, length in scan(path) for number in (place.number, length))
+        self._spans = np.fromiter(spans, np.int64).reshape(-1, 2)  # first byte and length of each line
         with path.open("rb") as file:  # the map outlives the file it was made from
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def __len__(self) -> int:
-        return len(self._offsets) - 1
+        return len(self._spans)
 
     def __getitem__(self, number: int) -> Passage:  # type: ignore[override]
         if not 0 <= number < len(self):
             raise IndexError(f"passage {number} of a corpus of {len(self)}")
-        return _parse(self.path, self._map[self._offsets[number] : self._offsets[number + 1]], number)
+        start, length = self._spans[number].tolist()
+        place = Place(str(self.path), start, is_line=True)
+        return _passage(parse_line(self._map[start : start + length], place), number, place)

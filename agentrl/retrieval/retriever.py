@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import random
 import threading
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 from agentrl.errors import ConfigError, InfraError
 from agentrl.retrieval.bm25 import Hit, Index
 from agentrl.retrieval.corpus import parse_passage
+from agentrl.values import check_number
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +115,7 @@ class HttpRetriever:
         url = url.rstrip("/")
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"the retriever {url!r} is not a URL; expected http://host:port")
-        if not math.isfinite(patience) or patience < 0:
-            raise ConfigError(f"patience is {patience!r}; seconds of at least 0 are expected")
+        check_number("patience", patience, 0, whole=False)
         self.url = url if url.endswith("/retrieve") else url + "/retrieve"
         key = api_key if api_key is not None else os.environ.get(KEY_VARIABLE)
         self._timeout, self._wait, self._backoff, self._max_bytes = timeout, patience, backoff, max_bytes

@@ -26,6 +26,7 @@ from agentrl.errors import ConfigError, InfraError
 from agentrl.processes.warden import SCRATCH_ENV
 from agentrl.sandbox import driver
 from agentrl.sandbox.limits import Limits
+from agentrl.values import check_choice
 
 TIERS = ("auto", "bubblewrap", "container", "process")
 BWRAP_ENV = "AGENTRL_BWRAP"
@@ -186,8 +187,7 @@ def resolve(tier: str, image: str | None = None) -> str:
     Raises:
         ConfigError: unknown, or it does not work here; the text says why, and what to do.
     """
-    if tier not in TIERS:
-        raise ConfigError(f"unknown sandbox {tier!r}; expected one of {', '.join(TIERS)}.")
+    check_choice("sandbox", tier, TIERS)
     if sys.platform != "linux":
         raise ConfigError(f"the Python sandbox needs Linux, this is {sys.platform}: run agentrl in a Linux container.")
     failures = {}

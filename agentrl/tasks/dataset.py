@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 
 from agentrl.errors import ConfigError, DataError
+from agentrl.jsonl import Record
 from agentrl.loading import is_spec, load_object
-from agentrl.tasks.files import Record, TaskFile, Version, find_files, read_records
+from agentrl.tasks.files import TaskFile, Version, find_files, read_records
 
 log = logging.getLogger(__name__)
 

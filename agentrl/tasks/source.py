@@ -46,10 +46,10 @@ def task_seed(stream: str, seed: int, index: int) -> int:
     return int(np.random.SeedSequence(entropy).generate_state(1)[0]) % _SEED_LIMIT
 
 
-def check_split(splits: tuple[str, ...], split: str, env: str) -> None:
-    """Raises ConfigError when an environment has no split of that name."""
+def check_split(splits: Sequence[str], split: str, env: str) -> None:
+    """Raises ConfigError when ``env`` has no split of that name."""
     if split not in splits:
-        raise ConfigError(f"Environment {env!r} has no split {split!r}; it has {', '.join(splits)}.")
+        raise ConfigError(f"{env} has no split {split!r}; it has {', '.join(splits)}.")
 
 
 def _task(env: str, split: str, index: int, seed: tuple[str, int], own: str | None) -> Task:
@@ -111,7 +111,7 @@ class TaskSource:
     @classmethod
     def of_env(cls, spec: str, env: Any, *, split: str = "train", seed: int = 0) -> TaskSource:
         """The source over ``env``, an instance of what ``spec`` names. Raises ConfigError on an unknown split."""
-        check_split(tuple(env.splits), split, spec)
+        check_split(env.splits, split, f"Environment {spec!r}")
         return cls(spec, env.num_tasks(split), split=split, seed=seed, id_of_task=env.id_of_task)
 
     @property
@@ -185,7 +185,7 @@ def held_out_tasks(spec: str, env: Any, *, split: str = "test", limit: int | Non
         ConfigError: No such split, or an unlimited one without a limit.
         DataError: The split is empty.
     """
-    check_split(tuple(env.splits), split, spec)
+    check_split(env.splits, split, f"Environment {spec!r}")
     available = env.num_tasks(split)
     if available is None:
         if limit is None:

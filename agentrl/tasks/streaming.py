@@ -23,16 +23,13 @@ from typing import Any, overload
 import numpy as np
 
 from agentrl.errors import AgentRLError, DataError, StorageError
+from agentrl.jsonl import Place, Record, json_lines, parse_line
 from agentrl.tasks.dataset import Columns, Row, TaskRows, copy_numbers, fingerprint, task_id
 from agentrl.tasks.files import (
     BATCH_ROWS,
-    Place,
-    Record,
     TaskFile,
     Version,
     arrow_table,
-    json_lines,
-    parse_line,
     required,
     unreadable,
 )
@@ -148,6 +145,7 @@ class TaskIndex:
             )
         row["task_id"] = task_id(row, digest, int(self.copies[number]))
         return row
+
 
 def _table(version: Version, columns: Columns, folder: Path) -> Any:
     """Rows of Arrow or Parquet as a table over mapped memory."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError, DataError
-from agentrl.tasks.files import json_lines
+from agentrl.jsonl import json_lines
 
 TASK_KEYS = frozenset({"task_id", "seed", "split", "index", "options"})
 """What a task that has no ``prompt`` may hold."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,32 @@ from agentrl.errors import ConfigError
 from agentrl.tools.arguments import ArgumentReader, shorten
 from agentrl.tools.base import FunctionTool, Tool
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
+_FUNCTION = {
+    "type": "object",
+    "required": ["name", "description", "parameters"],
+    "properties": {
+        "name": {"type": "string", "pattern": r"^[A-Za-z0-9_-]{1,64}\Z"},
+        "description": {"type": "string", "pattern": r"\S"},
+        "parameters": {
+            "type": "object",
+            "required": ["type"],
+            "properties": {"type": {"const": "object"}, "properties": {"type": "object"}},
+        },
+    },
+}
+_TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+}
+
+
+def problem_of(tool: Any) -> str | None:
+    """What is wrong with a tool in the OpenAI form, as chat templates and servers take it; None if nothing is."""
+    import jsonschema
+
+    error = next(jsonschema.Draft202012Validator(_TOOL).iter_errors(tool), None)
+    return error and f"a tool is {tool!r:.80}: at {error.json_path}: {error.message:.200}"
 
 
 class OpenAITool(Tool, described=False):
@@ -40,25 +64,19 @@ class OpenAITool(Tool, described=False):
         shared: bool = True,
         timeout: float | None = None,
     ) -> None:
-        given = definition.get("function", definition) if isinstance(definition, Mapping) else None
-        if not isinstance(given, Mapping) or definition.get("type", "function") != "function":
+        given = definition.get("function", definition) if isinstance(definition, Mapping) else definition
+        if not isinstance(given, Mapping):
             raise ConfigError(f"a definition is {{'type': 'function', 'function': {{...}}}}, got {definition!r:.120}")
-        name = given.get("name")
-        if not isinstance(name, str) or not _NAME.match(name):
-            raise ConfigError(f"a tool's name is up to 64 letters, digits, _ and -, got {name!r:.100}")
-        description = given.get("description")
-        if not isinstance(description, str) or not description.strip():
-            raise ConfigError(f"tool {name!r} has no description; the model reads it")
-        parameters = given.get("parameters") or {}
-        if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-            raise ConfigError(f"tool {name!r}: 'parameters' is a JSON schema of type object, got {parameters!r:.120}")
+        name, parameters = given.get("name"), {"type": "object", **(given.get("parameters") or {})}
+        tool = {"type": definition.get("type", "function"), "function": {**given, "parameters": parameters}}
+        if problem := problem_of(tool):
+            raise ConfigError(problem)
         if not callable(function):
             raise ConfigError(f"tool {name!r} needs a function that does the work, got {function!r:.100}")
-        self.name, self.description = name, description.strip()
-        schema = copy.deepcopy(dict(parameters))
-        self.parameters = {**schema, "type": "object", "properties": schema.get("properties") or {}}
+        self.name, self.description = str(name), given["description"].strip()
+        self.parameters = {"properties": {}, **copy.deepcopy(parameters)}
         self.function, self.shared, self.timeout = function, shared, timeout
-        self._reader = ArgumentReader(self.parameters, tool=name)
+        self._reader = ArgumentReader(self.parameters, tool=self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OpenAITool:
         tool = copy.copy(self)

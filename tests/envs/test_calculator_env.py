@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import agentrl
-from agentrl.envs.builtin.calculator import CalculatorEnv
-from agentrl.envs.builtin.calculator.problems import PEOPLE, THINGS
+from agentrl.envs.builtin.calculator import PEOPLE, THINGS, CalculatorEnv
 from agentrl.errors import ConfigError, DataError
 
 

@@ -68,7 +68,7 @@ def test_the_index_is_built_once_and_again_when_the_corpus_changes(corpus: Path,
 
 def test_on_disk_and_in_memory_agree(corpus: Path):
     """The same passages in the same order; the scores are of two libraries."""
-    on_disk, memory = open_index(corpus), build_in_memory([passage for passage, _ in scan(corpus)])
+    on_disk, memory = open_index(corpus), build_in_memory([passage for passage, _, _ in scan(corpus)])
     for query in ("river", "Oslo fjord", "Black Sea river", "river river Egypt"):
         found, expected = on_disk.search([query], 3)[0], memory.search([query], 3)[0]
         assert [hit.passage for hit in found] == [hit.passage for hit in expected]

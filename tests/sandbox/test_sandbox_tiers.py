@@ -79,7 +79,7 @@ def test_the_user_says_process_in_any_of_the_places(no_bubblewrap: None, monkeyp
 
 
 def test_a_tier_that_does_not_work_says_why(monkeypatch: pytest.MonkeyPatch, no_bubblewrap: None, tmp_path: Path):
-    with pytest.raises(ConfigError, match="unknown sandbox 'docker'; expected one of auto, bubblewrap"):
+    with pytest.raises(ConfigError, match="sandbox is 'docker'; expected one of auto, bubblewrap"):
         resolve("docker")
     with pytest.raises(ConfigError, match="no/such/bwrap"):
         resolve("bubblewrap")

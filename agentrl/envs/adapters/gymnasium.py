@@ -151,7 +151,7 @@ class GymEnv(Env):
         self._return += reward
         out: dict[str, Any] = {"rewards": {"game": reward}}
         if terminated or truncated or self._turn >= self.max_turns:
-            out["success"] = self._succeeded(reward, bool(terminated))
+            out["success"] = self._succeeded(reward, terminated=bool(terminated))
         return self._observe(value, info)[0], reward, bool(terminated), bool(truncated), out
 
     def close(self) -> None:
@@ -164,10 +164,10 @@ class GymEnv(Env):
         penalty = float(self.invalid_action_reward)
         info: dict[str, Any] = {"rewards": {"invalid_action": penalty}} if penalty else {}
         if self._turn >= self.max_turns:
-            info["success"] = self.success == "return" and self._return >= (self.success_return or 0.0)
+            info["success"] = self._succeeded(0.0, terminated=False)
         return penalty, False, False, info
 
-    def _succeeded(self, reward: float, terminated: bool) -> bool:
+    def _succeeded(self, reward: float, *, terminated: bool) -> bool:
         if self.success == "return":
             return self._return >= (self.success_return or 0.0)
         return terminated if self.success == "terminated" else reward > 0

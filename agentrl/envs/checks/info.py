@@ -8,26 +8,8 @@ from typing import Any
 
 import jsonschema
 
+from agentrl.tools.definitions import problem_of
 from agentrl.types import StopReason
-
-_FUNCTION = {
-    "required": ["name", "description", "parameters"],
-    "properties": {
-        "name": {"type": "string", "pattern": r"^[A-Za-z_][A-Za-z0-9_-]{0,63}\Z"},
-        "description": {"type": "string", "pattern": r"\S"},
-        "parameters": {
-            "type": "object",
-            "required": ["type"],
-            "properties": {"type": {"const": "object"}, "properties": {"type": "object"}},
-        },
-    },
-}
-_TOOL = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {"type": {"const": "function"}, "function": {"type": "object", **_FUNCTION}},
-}
-"""The OpenAI form of a tool, as chat templates and servers take it."""
 
 
 class CheckFailed(Exception):
@@ -105,9 +87,8 @@ def check_tools(tools: Sequence[Any]) -> None:
     """Tools in the OpenAI form, described by valid JSON schemas, each of another name."""
     names: set[str] = set()
     for tool in tools:
-        error = next(jsonschema.Draft202012Validator(_TOOL).iter_errors(tool), None)
-        if error is not None:
-            raise CheckFailed(f"a tool is {tool!r:.80}: at {error.json_path}: {error.message:.200}")
+        if problem := problem_of(tool):
+            raise CheckFailed(problem)
         name, parameters = tool["function"]["name"], tool["function"]["parameters"]
         if name in names:
             raise CheckFailed(f"two tools are named {name!r}")

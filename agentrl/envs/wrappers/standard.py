@@ -27,6 +27,7 @@ from agentrl.errors import ConfigError, InfraError
 from agentrl.rewards import RewardSet
 from agentrl.rewards.combine import check_signatures
 from agentrl.tasks.dataset import row_id
+from agentrl.tasks.source import check_split
 from agentrl.tasks.task_list import read_task_list
 from agentrl.types import StopReason
 from agentrl.values import check_number
@@ -359,8 +360,7 @@ class FixedTasks(Wrapper):
 
     async def areset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
         split = (options or {}).get("split", self.splits[0])
-        if split not in self.splits:
-            raise ConfigError(f"FixedTasks has no split {split!r}; it has {', '.join(self.splits)}.")
+        check_split(self.splits, split, "FixedTasks")
         if seed is not None or self._drawing is None:
             self._drawing = np.random.default_rng(seed)
         task = copy.deepcopy(self._tasks[split][task_index(self, split, options, self._drawing)])

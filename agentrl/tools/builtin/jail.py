@@ -124,9 +124,9 @@ class Jail:
                         made.append((part, folder))
                     folder = os.open(part, _FOLDER, dir_fd=folder)
                     stack.callback(os.close, folder)
-                mode = self._mode(parts[-1], folder)
-                if mode is not None and not stat.S_ISREG(mode):
-                    raise JailError(f"{shorten(path, 80)!r} is {_kind(mode)}, not a file")
+                state = self._state(parts[-1], folder)
+                if state is not None and not stat.S_ISREG(state.st_mode):
+                    raise JailError(f"{shorten(path, 80)!r} is {_kind(state.st_mode)}, not a file")
                 _put(parts[-1], data, folder)
             except BaseException:
                 for part, inside in reversed(made):  # what failed leaves nothing that nobody counts
@@ -157,20 +157,17 @@ class Jail:
         with self._folder(parts) as folder, os.scandir(folder) as found:
             names = sorted(islice((entry.name for entry in found), MAX_NAMES))
             for name in names:
-                mode = self._mode(name, folder)
-                if mode is None:
-                    continue
-                here = (*parts, name)
-                if stat.S_ISREG(mode):
-                    yield Entry("/".join(here), os.stat(name, dir_fd=folder, follow_symlinks=False).st_size)
-                elif stat.S_ISDIR(mode) and len(here) <= MAX_DEPTH:
+                state, here = self._state(name, folder), (*parts, name)
+                if state is not None and stat.S_ISREG(state.st_mode):
+                    yield Entry("/".join(here), state.st_size)
+                elif state is not None and stat.S_ISDIR(state.st_mode) and len(here) <= MAX_DEPTH:
                     with contextlib.suppress(OSError):  # replaced or removed meanwhile
                         yield from self._walk(here)
 
     @staticmethod
-    def _mode(name: str, folder: int) -> int | None:
+    def _state(name: str, folder: int) -> os.stat_result | None:
         try:
-            return os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+            return os.stat(name, dir_fd=folder, follow_symlinks=False)
         except FileNotFoundError:
             return None
 

@@ -10,6 +10,7 @@ from agentrl.errors import ConfigError
 from agentrl.sandbox import TIERS, Limits, Result, Sandbox, Session, resolve
 from agentrl.sandbox.session import FLOOD_BYTES, GRACE_SECONDS, START_SECONDS
 from agentrl.tools.base import EpisodeEnv, Tool, ToolError, ToolErrorType, ToolResult
+from agentrl.values import check_choice
 
 _FENCE = re.compile(r"\s*```(?:python|py)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
 
@@ -84,8 +85,8 @@ class PythonTool(Tool):
             max_disk_mb=max_disk_mb,
             max_processes=max_processes,
         )
-        if sandbox is not None and sandbox not in TIERS:
-            raise ConfigError(f"unknown sandbox {sandbox!r}; expected one of {', '.join(TIERS)}.")
+        if sandbox is not None:
+            check_choice("sandbox", sandbox, TIERS)
         if sandbox == "container" and not image:
             raise ConfigError("sandbox 'container' needs image='NAME', which has Python 3.11 or newer and is there.")
         self.sandbox = sandbox

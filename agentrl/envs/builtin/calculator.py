@@ -1,18 +1,26 @@
-"""``CalculatorEnv``: arithmetic word problems with a calculator tool."""
+"""``CalculatorEnv``: arithmetic word problems with a calculator tool.
+
+Stories of the training and the test set have other people and other things, and no expression is in both sets.
+"""
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
+from typing import Any
 
-from agentrl.envs.builtin.calculator.problems import makers
+import numpy as np
+
 from agentrl.envs.tool_env import ToolEnv
 from agentrl.rewards import math_answer
-from agentrl.tasks.generated import LEVELS, GeneratedTasks, own_tasks
-from agentrl.tools.builtin.calculator import CalculatorTool
+from agentrl.tasks.generated import LEVELS, GeneratedTasks, Make, own_tasks
+from agentrl.tools.builtin.calculator import CalculatorTool, evaluate
 from agentrl.values import chosen
 
 SYSTEM_PROMPT = "Use the calculator, then reply with Answer: and the number."
 """Short, because every episode begins with it."""
+STORIES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+PEOPLE, THINGS = STORIES["people"], STORIES["things"]
 
 
 class CalculatorEnv(ToolEnv):
@@ -69,3 +77,32 @@ class CalculatorEnv(ToolEnv):
     def reward(self, text: str, answer: str) -> dict[str, float]:
         """1.0 for the right number, else 0.0."""
         return {"correct": math_answer(text, answer)}
+
+
+def makers(levels: tuple[str, ...], split: str) -> dict[str, Make]:
+    """Generators of the stories of these levels, easy ones first; see :class:`GeneratedTasks`."""
+    stories = [(level, number, story) for level in levels for number, story in enumerate(STORIES[level], start=1)]
+    # Levels take turns, so that the first few tasks hold all of them.
+    stories.sort(key=lambda found: (found[1], LEVELS.index(found[0])))
+    return {f"{level}-{number}": _maker(level, story, split) for level, number, story in stories}
+
+
+def _maker(level: str, story: dict[str, Any], split: str) -> Make:
+    def make(rng: np.random.Generator) -> tuple[Any, dict[str, Any]]:
+        numbers: dict[str, int] = {}
+
+        def whole(given: int | str) -> int:
+            return given if isinstance(given, int) else int(evaluate(given.format(**numbers)))
+
+        for name, given in story["numbers"].items():
+            drawn = isinstance(given, list)
+            numbers[name] = int(rng.integers(whole(given[0]), whole(given[1]) + 1)) if drawn else whole(given)
+        who, what = str(rng.choice(PEOPLE[split])), str(rng.choice(THINGS[split]))
+        expression = story["solution"].format(**numbers)
+        value = evaluate(expression)
+        # Exact, since a percentage of whole dollars has at most two decimals.
+        answer = str(int(value)) if value == int(value) else f"{float(value):.2f}"
+        text = story["text"].format(who=who, what=what, **numbers)
+        return expression, {"prompt": text, "answer": answer, "expression": expression, "category": level}
+
+    return make
