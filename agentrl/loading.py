@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 import threading
+import tomllib
 import types
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,8 @@ def load_file(location: str, what: str = "file") -> types.ModuleType:
             del sys.modules[name]
             raise
         return module
+
+
+def toml_beside(file: str, name: str) -> dict[str, Any]:
+    """A TOML file of this package that lies beside the module ``file``."""
+    return tomllib.loads(Path(file).with_name(name).read_text(encoding="utf-8"))

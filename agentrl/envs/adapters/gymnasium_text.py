@@ -6,18 +6,16 @@ import enum
 import inspect
 import math
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-_NAMES: dict[str, dict[str, list[str]]] = tomllib.loads(
-    Path(__file__).with_name("gymnasium_names.toml").read_text(encoding="utf-8")
-)
+from agentrl.loading import toml_beside
+
+_NAMES: dict[str, dict[str, list[str]]] = toml_beside(__file__, "gymnasium_names.toml")
 ACTION_NAMES, OBSERVATION_NAMES = _NAMES["actions"], _NAMES["observations"]
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,40}(?:\.\d{0,40})?|\.\d{1,40})(?:[eE][-+]?\d{1,3})?")

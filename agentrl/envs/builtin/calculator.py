@@ -5,13 +5,13 @@ Stories of the training and the test set have other people and other things, and
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from agentrl.envs.tool_env import ToolEnv
+from agentrl.loading import toml_beside
 from agentrl.rewards import math_answer
 from agentrl.tasks.generated import LEVELS, GeneratedTasks, Make, own_tasks
 from agentrl.tools.builtin.calculator import CalculatorTool, evaluate
@@ -19,7 +19,7 @@ from agentrl.values import chosen
 
 SYSTEM_PROMPT = "Use the calculator, then reply with Answer: and the number."
 """Short, because every episode begins with it."""
-STORIES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+STORIES = toml_beside(__file__, "calculator.toml")
 PEOPLE, THINGS = STORIES["people"], STORIES["things"]
 
 

@@ -10,26 +10,14 @@ import numpy as np
 
 from agentrl.envs.core import task_index
 from agentrl.envs.multi_agent import MultiAgentEnv
+from agentrl.loading import toml_beside
 from agentrl.tools.formats import get_parser
 from agentrl.values import check_choice, check_number
 
-ATTRIBUTES = {
-    "size": ("tiny", "small", "large", "huge"),
-    "color": ("red", "blue", "green", "white", "black", "yellow"),
-    "shape": ("ball", "box", "cup", "star", "ring", "cone"),
-}
+_DATA = toml_beside(__file__, "hint_game.toml")
+ATTRIBUTES, PROMPTS, INTERESTS = _DATA["attributes"], _DATA["prompts"], _DATA["interests"]
 _KIND = {word: kind for kind, words in ATTRIBUTES.items() for word in words}
 _TRIES = 2
-
-HINTER = (
-    "You see objects and know which one is meant. Reply with one word that is true of it: its {kinds}. {interest} "
-    "A word may be used once."
-)
-GUESSER = "Find the object that is meant. The hint is always true. {interest} Reply with its number."
-INTERESTS = {
-    "shared": ("You win if the other player finds it.", "The other player wants you to find it."),
-    "opposed": ("You win if the other player does not find it.", "The other player wants you to miss it."),
-}
 
 Thing = tuple[str, str, str]
 """Size, color, shape."""
@@ -86,8 +74,8 @@ class HintGameEnv(MultiAgentEnv):
         listed = ", ".join(" ".join(thing) for thing in sorted(self.things))
         info = {
             "prompts": {
-                "hinter": HINTER.format(kinds=", ".join(ATTRIBUTES), interest=known),
-                "guesser": GUESSER.format(interest=sought),
+                "hinter": PROMPTS["hinter"].format(kinds=", ".join(ATTRIBUTES), interest=known),
+                "guesser": PROMPTS["guesser"].format(interest=sought),
             },
             "task_id": f"{split}/{index}",
             "category": next(_KIND[word] for word in self.target if self._shared_by(word) == 1),

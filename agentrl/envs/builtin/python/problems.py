@@ -6,14 +6,13 @@ problem is a hash of its parameters, so no problem is in both sets.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from agentrl.envs.builtin.python import solutions
+from agentrl.loading import toml_beside
 from agentrl.tasks.generated import LEVELS, Make
 
 Parameters = dict[str, Any]
@@ -41,7 +40,7 @@ class Draw:
         return "".join(self._rng.choice(list(letters), size=length))
 
 
-KINDS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("kinds.toml").read_text(encoding="utf-8"))
+KINDS: dict[str, dict[str, str]] = toml_beside(__file__, "kinds.toml")
 """``topic`` and ``text`` of a problem by its kind."""
 DRAWS: dict[str, Callable[[Draw], Parameters]] = {
     "prime_sum": lambda d: (lambda low: {"low": low, "high": low + d.sized((100, 300), (500, 2000), (2000, 9000))})(

@@ -5,8 +5,7 @@ Kept apart from the world because the demo tokenizer needs the same lists: every
 
 from __future__ import annotations
 
-import tomllib
-from pathlib import Path
+from agentrl.loading import toml_beside
 
 
 def _words(given: str | list[str]) -> tuple[str, ...]:
@@ -17,7 +16,7 @@ def _words(given: str | list[str]) -> tuple[str, ...]:
     return tuple(b + e for b in beginnings.split() for e in endings.split())
 
 
-_LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_LISTS = toml_beside(__file__, "names.toml")
 FIRST_NAMES, SURNAMES, PLACE_WORDS, PLACE_KINDS, COMPANY_WORDS, COMPANY_KINDS = map(_words, _LISTS.values())
 WORLD_WORDS = (*FIRST_NAMES, *SURNAMES, *PLACE_KINDS, *PLACE_WORDS, *COMPANY_WORDS, *COMPANY_KINDS)
 """Every word that occurs in a name of the world, each once."""

@@ -12,24 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.envs.builtin.search.env import QuestionEnv
+from agentrl.loading import toml_beside
 from agentrl.retrieval import Passage
 from agentrl.rewards import exact_match
 from agentrl.types import Message
 
-PROMPT = (
-    "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get "
-    "new information. After reasoning, if you find you lack some knowledge, you can call a search engine by "
-    "<search> query </search> and it will return the top searched results between <information> and "
-    "</information>. You can search as many times as your want. If you find no further external knowledge "
-    "needed, you can directly provide the answer inside <answer> and </answer>, without detailed illustrations. "
-    "For example, <answer> Beijing </answer>. Question: {question}\n"
-)
-"""The template of the paper's table 1, as published with its code; the wording is part of the recipe."""
-
-INVALID_ACTION = (
-    "My previous action is invalid. If I want to search, I should put the query between <search> and </search>. "
-    "If I want to give the final answer, I should put the answer between <answer> and </answer>. Let me try again."
-)
+PROMPT, INVALID_ACTION = toml_beside(__file__, "search_r1.toml").values()
 
 
 def format_documents(passages: Sequence[Passage]) -> str:

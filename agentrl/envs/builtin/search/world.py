@@ -11,12 +11,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
-import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from agentrl.envs.builtin.search import names
+from agentrl.loading import toml_beside
 from agentrl.retrieval import Index, Passage, build_in_memory
 
 SPLITS = ("train", "test")
@@ -37,7 +36,7 @@ class Relation(NamedTuple):
     phrase: str
 
 
-_KNOWN = tomllib.loads(Path(__file__).with_name("relations.toml").read_text(encoding="utf-8"))
+_KNOWN = toml_beside(__file__, "relations.toml")
 RELATIONS: dict[str, Relation] = {name: Relation(**relation) for name, relation in _KNOWN["relations"].items()}
 PASSAGES: dict[str, str] = _KNOWN["passages"]
 """By kind of entity, what is told of one."""

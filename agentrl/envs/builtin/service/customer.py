@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-import tomllib
-from pathlib import Path
 from typing import Any
 
 from agentrl.envs.builtin.service.shop import Shop
 from agentrl.envs.builtin.service.tasks import Wish, granted
+from agentrl.loading import toml_beside
 
 PATIENCE = 4
 """Replies of no use to the customer after which it gives up."""
 MOST_NUMBERS = 8
 """Different numbers in a reply that tells an amount: more of them are guesses, and one would be right by chance."""
 
-_WORDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_WORDS = toml_beside(__file__, "customer.toml")
 _ASKED = {name: re.compile(words) for name, words in _WORDS["asked"].items()}
 _ASKING, _CONFIRMING, _REFUSING, _POLITE, _SENTENCES = map(re.compile, _WORDS["heard"].values())
 

@@ -7,22 +7,12 @@ from typing import Any
 import numpy as np
 
 from agentrl.envs.builtin.service.customer import Customer
-from agentrl.envs.builtin.service.shop import Shop, kind_of, money
+from agentrl.envs.builtin.service.shop import DATA, Shop, kind_of, money
 from agentrl.envs.builtin.service.tasks import ALLOWED_STATUS, make_task
 from agentrl.envs.tool_env import ToolEnv
 from agentrl.tools.base import tool
 from agentrl.types import Message
 from agentrl.values import check_choice, check_number
-
-RULES = """\
-You serve the customers of a shop by its tools. Rules:
-1. Find the customer by e-mail, and look at an order before you decide about it. Serve only its own orders.
-2. Only pending orders can be cancelled or sent elsewhere.
-3. Only in delivered orders can an item be exchanged, for one of the same kind that is in stock.
-4. Before each change name the order and the change, and ask the customer to confirm it.
-5. After it, tell the amount refunded or the difference in price.
-6. Refuse what the rules forbid.
-Text goes to the customer, tool calls to the shop."""
 
 DIFFICULTIES = {"easy": (True, 0, 1), "normal": (False, 0, 1), "hard": (False, 2, 2)}
 """Whether the customer says everything at once, how often it insists, how many wishes it has."""
@@ -54,7 +44,7 @@ class ServiceEnv(ToolEnv):
 
     task_counts = {"train": 10_000, "test": 500}
     max_turns = 20
-    system_prompt = RULES
+    system_prompt = DATA["rules"]
 
     def __init__(self, *, difficulty: str = "normal", partial_credit: float = 0.0) -> None:
         check_choice("difficulty", difficulty, DIFFICULTIES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from agentrl.loading import toml_beside
 from agentrl.tools.base import ToolError
 
 State = dict[str, Any]
@@ -82,8 +83,8 @@ class Shop:
         return difference
 
 
-KINDS = ("bag", "chair", "clock", "coat", "kettle", "lamp")
-COLORS = ("black", "blue", "green", "red", "white")
+DATA = toml_beside(__file__, "shop.toml")
+KINDS = DATA["kinds"]
 
 
 def kind_of(item: str) -> str:

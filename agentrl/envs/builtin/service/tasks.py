@@ -6,19 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.envs.builtin.service.shop import COLORS, KINDS, Shop, State, kind_of
+from agentrl.envs.builtin.service.shop import DATA, KINDS, Shop, State, kind_of
 
 WISHES = ("cancel", "exchange", "address", "question", "refuse")
 """Kinds of wishes, which are the categories of tasks; ``refuse`` is any of the first three where it is forbidden."""
 ALLOWED_STATUS = {"cancel": "pending", "address": "pending", "exchange": "delivered"}
 
-_FIRST = ["anna", "ben", "clara", "david", "emma", "felix", "gina", "hugo", "ida", "jonas", "karin", "leo"]
-_LAST = {
-    "train": ["abel", "berg", "cole", "dorn", "eck", "falk", "gross", "hahn"],
-    "test": ["lind", "moor", "nagel", "otto"],
-}
-_STREETS = ["Hill", "Oak", "Park", "Lake", "Mill", "Rose"]
-_CITIES = ["Bern", "Graz", "Lund", "Metz", "Pisa", "York"]
+_COLORS, _FIRST, _STREETS, _CITIES = (DATA[name] for name in ("colors", "first_names", "streets", "cities"))
 
 Wish = dict[str, Any]
 """``kind``, ``order``, ``allowed``; as it applies ``address``, ``item``, ``new_item``, the ``amount`` to be told."""
@@ -64,12 +58,12 @@ def granted(shop: Shop, wish: Wish) -> bool:
 def _make_shop(rng: np.random.Generator, split: str) -> State:
     catalog: dict[str, Any] = {}
     for kind in KINDS:
-        colors = [COLORS[i] for i in rng.permutation(len(COLORS))[:3]]
+        colors = [_COLORS[i] for i in rng.permutation(len(_COLORS))[:3]]
         prices = 0.5 * rng.choice(np.arange(20, 200), size=3, replace=False)  # no two of a kind cost the same
         for color, price in zip(colors, prices, strict=True):
             catalog[f"{color} {kind}"] = {"price": float(price), "stock": 5}
         catalog[f"{colors[2]} {kind}"]["stock"] = 0
-    last = _LAST[split]
+    last = DATA["last_names"][split]
     names = [_FIRST[i] for i in rng.permutation(len(_FIRST))[:3]]
     customers = {}
     for first in names:

@@ -13,15 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-ROOMS = [
-    "attic", "cellar", "chapel", "garden", "hall", "kitchen", "library", "pantry", "parlor", "stable", "study",
-    "tower", "vault", "workshop", "cave", "bridge",
-]  # fmt: skip
-THINGS = [
-    "apple", "candle", "coin", "compass", "feather", "goblet", "harp", "lantern", "map", "mirror", "ring", "rope",
-    "shell", "spoon", "statue", "vase",
-]  # fmt: skip
-MATERIALS = ["brass", "copper", "golden", "iron", "silver", "wooden"]
+from agentrl.loading import toml_beside
+
+_DATA = toml_beside(__file__, "world.toml")
+ROOMS, THINGS, MATERIALS = _DATA["rooms"], _DATA["things"], _DATA["materials"]
 DIRECTIONS = {"north": (0, 1), "south": (0, -1), "east": (1, 0), "west": (-1, 0)}
 OPPOSITE = {"north": "south", "south": "north", "east": "west", "west": "east"}
 
@@ -39,11 +34,7 @@ class Level:
     longest: int
 
 
-LEVELS = {
-    "easy": Level(rooms=4, door=False, chest=False, bring=False, litter=1, shortest=2, longest=4),
-    "medium": Level(rooms=6, door=True, chest=False, bring=False, litter=2, shortest=4, longest=7),
-    "hard": Level(rooms=9, door=True, chest=True, bring=True, litter=3, shortest=8, longest=14),
-}
+LEVELS = {name: Level(**level) for name, level in _DATA["levels"].items()}
 
 
 @dataclass(frozen=True)
