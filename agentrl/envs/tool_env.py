@@ -10,7 +10,7 @@ import re
 import types
 import typing
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import gymnasium
@@ -22,7 +22,7 @@ from agentrl.envs.core import Env, require_number, task_index
 from agentrl.errors import ConfigError, EnvError
 from agentrl.rewards import RewardSet
 from agentrl.rewards.combine import check_signatures
-from agentrl.rewards.number import reward_number
+from agentrl.rewards.number import reward_number, summed
 from agentrl.tasks.dataset import content_hash, row_id
 from agentrl.tools.base import FunctionTool, Tool, ToolErrorType, ToolResult
 from agentrl.tools.execution import close_tools, run_calls, start_tools, unshared
@@ -32,8 +32,6 @@ from agentrl.types import Message, ToolCall
 _INVALID_CALL = (ToolErrorType.PARSE, ToolErrorType.UNKNOWN_TOOL, ToolErrorType.INVALID_ARGUMENTS)
 Transition = tuple[str, float, bool, bool, dict[str, Any]]
 
-_PLAIN = (str, bytes, int, float, bool, type(None), list, tuple, dict, set)
-"""What a tool may return that carries no reward."""
 _ROUNDING = 1e-9
 """By so much a sum of parts may miss the reward of a success: 0.7 + 0.2 + 0.1 is less than 1 in binary."""
 
@@ -304,8 +302,7 @@ class ToolEnv(Env):
     ) -> Transition:
         """The last transition: the final reward is of what the model wrote, never of what tools said."""
         final = await self._judged("reward", text, self._calls)
-        for name, value in final.items():
-            parts[name] = parts.get(name, 0.0) + value
+        parts = summed(parts, final)
         reward = math.fsum(parts.values())
         self._total += reward
         solved = self.is_success(final, self._total)
@@ -540,22 +537,14 @@ def _is_method(function: types.FunctionType, owner: type) -> bool:
 
 
 def _may_reward(tool: Any) -> bool:
-    """Whether a tool could return a :class:`ToolResult`; only a declared plain type says that it does not."""
+    """Whether a tool could return a :class:`ToolResult`: it says so, or does not say what it returns."""
     if isinstance(tool, FunctionTool):
-        function: Callable[..., Any] = tool.function
-    elif inspect.isfunction(tool) or inspect.ismethod(tool):
-        function = tool
-    else:
-        function = (tool if inspect.isclass(tool) else type(tool)).__call__
+        tool = tool.function
+    elif not inspect.isroutine(tool):
+        tool = (tool if inspect.isclass(tool) else type(tool)).__call__
     try:
-        hint = typing.get_type_hints(function).get("return", Any)
+        hint = typing.get_type_hints(tool).get("return", Any)
     except Exception:  # a name that is not defined here: nothing is known
         return True
-    return not _is_plain(hint)
-
-
-def _is_plain(hint: Any) -> bool:
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        return all(map(_is_plain, typing.get_args(hint)))
-    return origin is typing.Literal or (origin or hint) in _PLAIN
+    kinds = (hint, *typing.get_args(hint))
+    return any(kind in (Any, object) or (inspect.isclass(kind) and issubclass(kind, ToolResult)) for kind in kinds)

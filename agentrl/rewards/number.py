@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from agentrl.errors import EnvError
@@ -20,6 +21,11 @@ def reward_number(value: Any, where: str) -> float:
     text = " ".join(repr(value).split())
     shown = f"{text[:80]}{'…' if len(text) > 80 else ''}"
     raise EnvError(f"{where} is {shown} ({type(value).__name__}); a finite number is expected.")
+
+
+def summed(some: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    """The parts of two rewards, those of one name added."""
+    return {name: some.get(name, 0.0) + more.get(name, 0.0) for name in {**some, **more}}
 
 
 def _number(value: Any) -> float | None:

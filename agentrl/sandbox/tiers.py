@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import glob
 import json
+import math
 import os
 import secrets
 import shutil
@@ -25,8 +26,7 @@ import psutil
 from agentrl.errors import ConfigError, InfraError
 from agentrl.processes.warden import SCRATCH_ENV
 from agentrl.sandbox import driver
-from agentrl.sandbox.limits import Limits
-from agentrl.values import check_choice
+from agentrl.values import check_choice, check_number
 
 TIERS = ("auto", "bubblewrap", "container", "process")
 BWRAP_ENV = "AGENTRL_BWRAP"
@@ -47,6 +47,41 @@ _SYSTEM = (*_LIBRARIES, "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime
 _NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl")
 _PYTHON = ("-s", "-S", "-P", "-B")
 _FIRST_USER, _USERS = 1_800_000_000, 1 << 22
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Limits of a sandbox. Which tier keeps which of them is a table in docs/safety.md.
+
+    Raises:
+        ConfigError: a value is impossible.
+    """
+
+    timeout: float = 10.0
+    """Seconds of wall time of a call."""
+    cpu_seconds: int | None = None
+    """Seconds of CPU time of the interpreter in a call, and of each process that it starts; None: as ``timeout``,
+    rounded up."""
+    memory_mb: int = 512
+    """Mebibytes of address space of each process; in a container, memory of all of them."""
+    max_output: int = 4000
+    """Characters kept of what a call prints, and of the value shown."""
+    max_file_mb: int = 16
+    """Mebibytes of one file."""
+    max_disk_mb: int = 64
+    """Mebibytes of all files of the episode."""
+    max_processes: int = 16
+    """Processes and threads that run at once, the interpreter's own first one included."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "cpu_seconds" and value is None:
+                value = math.ceil(self.timeout)
+                object.__setattr__(self, field.name, value)
+            whole = field.name != "timeout"
+            least = {"memory_mb": 64}.get(field.name, 1 if whole else 0.01)
+            check_number(f"sandbox: {field.name}", value, least, whole=whole)
 
 
 @dataclasses.dataclass(frozen=True)

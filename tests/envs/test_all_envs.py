@@ -112,9 +112,7 @@ def test_vector_environments(spec, make):
     with pytest.raises(ValueError, match="shared_memory=False"):
         AsyncVectorEnv([make])
     if spec in agentrl.registered():
-        envs = gymnasium.make_vec(
-            f"agentrl/{spec}-v0", num_envs=2, vectorization_mode="sync", **SETTINGS.get(spec, {})
-        )
+        envs = gymnasium.make_vec(f"agentrl/{spec}-v0", num_envs=2, vectorization_mode="sync", **SETTINGS.get(spec, {}))
         assert len(envs.reset(seed=0)[0]) == 2
         envs.close()
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import agentrl
+from agentrl.envs.builtin.service import DIFFICULTIES, ServiceEnv
 from agentrl.envs.builtin.service.customer import PATIENCE, Customer
-from agentrl.envs.builtin.service.env import DIFFICULTIES, ServiceEnv
 from agentrl.envs.builtin.service.shop import Shop
 from agentrl.envs.builtin.service.tasks import ALLOWED_STATUS, WISHES, granted, make_task
 from agentrl.errors import ConfigError

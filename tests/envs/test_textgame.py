@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import agentrl
-from agentrl.envs.builtin.textgame.env import TextGameEnv, command_of
+from agentrl.envs.builtin.textgame import TextGameEnv, command_of
 from agentrl.envs.builtin.textgame.world import LEVELS, make_world
 from agentrl.errors import ConfigError
 from agentrl.types import StopReason

@@ -26,6 +26,7 @@ from agentrl.envs.wrappers.base import Start, Transition, Wrapper
 from agentrl.errors import ConfigError, InfraError
 from agentrl.rewards import RewardSet
 from agentrl.rewards.combine import check_signatures
+from agentrl.rewards.number import summed
 from agentrl.tasks.dataset import row_id
 from agentrl.tasks.source import check_split
 from agentrl.tasks.task_list import read_task_list
@@ -159,10 +160,7 @@ class ShapeReward(Wrapper):
         parts = await self._shaping(
             action, observation, reward=reward, terminated=terminated, truncated=truncated, info=copy.deepcopy(info)
         )
-        rewards = dict(info.get("rewards") or {})
-        for name, value in parts.items():
-            rewards[name] = rewards.get(name, 0.0) + value
-        info["rewards"] = rewards
+        info["rewards"] = summed(info.get("rewards") or {}, parts)
         added = sum(parts.values())
         if actor:
             each = shares(agents_of(self), reward, info.get("agent_rewards"))
@@ -216,13 +214,12 @@ class RecordEpisodes(Wrapper):
         assert record is not None  # a step without a reset was refused above
         turn = {"role": "assistant", "content": action} | ({"name": actor} if actor else {})
         record["messages"] += [turn, *copy.deepcopy(info["messages"])]
-        agents = agents_of(self) if actor else ()
-        for name, share in shares(agents, reward, info.get("agent_rewards") if actor else None).items():
-            record["agent_rewards"][name] = record["agent_rewards"].get(name, 0.0) + share
+        if actor:
+            each = shares(agents_of(self), reward, info.get("agent_rewards"))
+            record["agent_rewards"] = summed(record["agent_rewards"], each)
         record["turn_rewards"].append(reward)
         record["reward"] += reward
-        for name, value in (info.get("rewards") or {}).items():
-            record["rewards"][name] = record["rewards"].get(name, 0.0) + value
+        record["rewards"] = summed(record["rewards"], info.get("rewards") or {})
         record["tool_calls"] += [{"turn": record["num_turns"], **call} for call in info.get("tool_calls") or ()]
         record["num_turns"] += 1
         if terminated or truncated:
