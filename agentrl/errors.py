@@ -80,6 +80,12 @@ def first_few(names: Iterable[str], limit: int = 3) -> str:
     return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def shown(value: object) -> str:
+    """A value and its type as an error quotes them, cut to a line."""
+    text = " ".join(repr(value).split())
+    return f"{text[:80]}{'…' if len(text) > 80 else ''} ({type(value).__name__})"
+
+
 def describe(error: BaseException, frames: int = 3) -> str:
     """``Type: text (file:line in function < ...)``, innermost frame first, file names without folders.
 

@@ -19,7 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from agentrl.errors import InfraError
 
@@ -195,13 +195,7 @@ async def run_blocking(function: Callable[..., T], *args: Any, **kwargs: Any) ->
     return await _in_thread(pool, function, args, kwargs)
 
 
-class _Threads(Protocol):
-    def submit(self, call: Callable[[], T]) -> Future[T]: ...
-
-    def give_up(self, future: Future[Any]) -> None: ...
-
-
-async def _in_thread(threads: _Threads, function: Callable[..., T], args: Any, kwargs: Any) -> T:
+async def _in_thread(threads: DaemonPool | _Worker, function: Callable[..., T], args: Any, kwargs: Any) -> T:
     context = contextvars.copy_context()
     context.run(_LEVEL.set, _LEVEL.get() + 1)
     call = _Call()

@@ -17,7 +17,7 @@ from gymnasium.utils import seeding
 
 from agentrl.concurrency.threads import release_thread, run_blocking
 from agentrl.envs.authoring import PAIRS, SKIP, complete_pair, taking_settings, written
-from agentrl.errors import ConfigError, EnvError
+from agentrl.errors import ConfigError, EnvError, shown
 from agentrl.rewards.number import reward_number
 from agentrl.spaces import Unicode
 from agentrl.tasks.source import check_split
@@ -237,7 +237,7 @@ class Env(gymnasium.Env[str, str]):
         if self._phase != "running":
             raise ResetNeeded(f"{type(self).__name__}.step was called on an episode that is {self._phase}: call reset.")
         if not isinstance(action, str):
-            raise TypeError(f"{type(self).__name__}.step takes the model's text, got {_brief(action)}.")
+            raise TypeError(f"{type(self).__name__}.step takes the model's text, got {shown(action)}.")
         self._turn += 1
         self._transcript.append({"role": "assistant", "content": action})
 
@@ -277,7 +277,7 @@ def checked_start(result: Any, where: str) -> tuple[str, dict[str, Any]]:
         EnvError: It is not; the text names ``where`` it came from.
     """
     if not (isinstance(result, tuple) and len(result) == 2):
-        raise EnvError(f"{where} must return (observation, info), got {_brief(result)}.")
+        raise EnvError(f"{where} must return (observation, info), got {shown(result)}.")
     observation, info = result
     _check_types(where, observation, info)
     return observation, info
@@ -290,7 +290,7 @@ def checked_step(result: Any, where: str) -> tuple[str, float, bool, bool, dict[
         EnvError: It is not of that form; the text names ``where`` it came from.
     """
     if not (isinstance(result, tuple) and len(result) == 5):
-        raise EnvError(f"{where} must return (observation, reward, terminated, truncated, info), got {_brief(result)}.")
+        raise EnvError(f"{where} must return (observation, reward, terminated, truncated, info), got {shown(result)}.")
     observation, reward, terminated, truncated, info = result
     _check_types(where, observation, info)
     return observation, reward_number(reward, f"the reward of {where}"), bool(terminated), bool(truncated), info
@@ -354,11 +354,6 @@ def require_number(env: Env, name: str, *, at_least: float, whole: bool = False)
 
 def _check_types(where: str, observation: Any, info: Any) -> None:
     if not isinstance(observation, str):
-        raise EnvError(f"{where} must return its observation as str, got {_brief(observation)}.")
+        raise EnvError(f"{where} must return its observation as str, got {shown(observation)}.")
     if not isinstance(info, dict):
-        raise EnvError(f"{where} must return its info as dict, got {_brief(info)}.")
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return f"{text[:80]}{'…' if len(text) > 80 else ''} ({type(value).__name__})"
+        raise EnvError(f"{where} must return its info as dict, got {shown(info)}.")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl.errors import EnvError
+from agentrl.errors import EnvError, shown
 
 
 def reward_number(value: Any, where: str) -> float:
@@ -18,9 +18,7 @@ def reward_number(value: Any, where: str) -> float:
     number = value if type(value) is float else _number(value)
     if number is not None and math.isfinite(number):
         return number
-    text = " ".join(repr(value).split())
-    shown = f"{text[:80]}{'…' if len(text) > 80 else ''}"
-    raise EnvError(f"{where} is {shown} ({type(value).__name__}); a finite number is expected.")
+    raise EnvError(f"{where} is {shown(value)}; a finite number is expected.")
 
 
 def summed(some: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:

@@ -159,10 +159,9 @@ async def _close(tool: Tool, timeout: float) -> None:
         async with asyncio.timeout(timeout):
             if inspect.iscoroutinefunction(tool.close):
                 await await_user_code(tool.close())
-            elif has_thread(tool.owner):
-                await own_thread(tool.owner).run(tool.close)
             else:
-                await run_blocking(tool.close)
+                run = own_thread(tool.owner).run if has_thread(tool.owner) else run_blocking
+                await run(tool.close)
     except Exception as error:  # the author's code
         logger.warning("closing tool %r: %s: %s", tool.name, type(error).__name__, error)
 
@@ -226,10 +225,8 @@ async def _run_blocking(tool: Tool, arguments: dict[str, Any], started: threadin
         started.set()
         return tool(**arguments)
 
-    if _has_own_thread(tool):
-        value = await own_thread(tool.owner).run(call)
-    else:
-        value = await run_blocking(call)
+    run = own_thread(tool.owner).run if _has_own_thread(tool) else run_blocking
+    value = await run(call)
     return await await_user_code(value) if inspect.isawaitable(value) else value
 
 

@@ -254,31 +254,18 @@ def _made(id: str, observation: str, env_args: dict[str, Any]) -> tuple[gymnasiu
     if module:  # importing it registers what it has
         load_module(module, f"gym:{id}")
     try:
-        spec = gymnasium.spec(known_as)
-        ansi = observation != "text" and "ansi" in _render_modes(spec, env_args)
-        if observation == "ansi" and not ansi:
-            raise ConfigError(f"gym:{id} has no `ansi` rendering; leave observation at 'auto'.")
-        made = env_args | ({"render_mode": "ansi"} if ansi else {})
-        env = gymnasium.make(known_as, **made)
+        env = gymnasium.make(known_as, **env_args)
+        ansi = observation != "text" and "ansi" in env.metadata.get("render_modes", ())
+        if ansi:
+            env.close()
+            env = gymnasium.make(known_as, **env_args, render_mode="ansi")
     except (GymnasiumError, ImportError, TypeError) as error:
         raise ConfigError(f"gym:{id} cannot be made: {error}") from error
+    if observation == "ansi" and not ansi:
+        raise ConfigError(f"gym:{id} has no `ansi` rendering; leave observation at 'auto'.")
     if isinstance(env.unwrapped, Env):
         raise ConfigError(f"gym:{id} is a text environment already: use --env {id}.")
     return env, ansi
-
-
-def _render_modes(spec: Any, env_args: dict[str, Any]) -> list[str]:
-    maker = spec.entry_point
-    if isinstance(maker, str):
-        maker = gymnasium.envs.registration.load_env_creator(maker)
-    metadata = getattr(maker, "metadata", None)
-    if isinstance(metadata, dict):
-        return list(metadata.get("render_modes", ()))
-    probe = gymnasium.make(spec, **env_args)  # a function made it: only an instance knows
-    try:
-        return list(probe.metadata.get("render_modes", ()))
-    finally:
-        probe.close()
 
 
 def _about(env: gymnasium.Env[Any, Any]) -> str:
