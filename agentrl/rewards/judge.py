@@ -120,7 +120,7 @@ class Judge(SharedReward):
         check_prompt(self.prompt)
         if isinstance(self.parse, str):
             compile_format(self.parse)
-        for name, least in (("timeout", 1e-9), ("retries", 0), ("max_concurrency", 1), ("max_tokens", 1),
+        for name, least in (("timeout", 0.001), ("retries", 0), ("max_concurrency", 1), ("max_tokens", 1),
                             ("max_chars", 1), ("temperature", 0)):  # fmt: skip
             check_number(f"{title}: {name}", getattr(self, name), least, whole=False)
         if len(self.scale) != 2 or self.scale[0] == self.scale[1]:

@@ -131,9 +131,10 @@ def test_prompt_data_takes_a_class(file, tmp_path):
     envs = [agentrl.PromptEnv(str(tmp_path / "t.jsonl"), reward=f"{file}:Model") for _ in range(3)]
     for env in envs:
         env.reset(options={"split": "train", "index": 0})
-    assert envs[0].reward.made == 0  # looking at an environment loads no model
+    ((_, model),) = envs[0].reward
+    assert model.made == 0  # looking at an environment loads no model
     assert [env.step("four")[1] for env in envs] == [8.0] * 3  # from sync code, one after another
-    assert envs[0].reward.made == 1
+    assert model.made == 1
 
 
 def test_an_environment_takes_a_class_or_an_instance():

@@ -382,9 +382,9 @@ def test_memory_is_bounded(monkeypatch):
         ({"prompt": "no place"}, r"has no \{response\}"),
         ({"parse": "grade"}, "needs a group around the score.*formats by name are score, number, verdict"),
         ({"parse": "("}, "or a regular expression with a group"),
-        ({"timeout": 0}, "timeout must be a number above 0, got 0"),
-        ({"retries": -1}, "retries must be a number, got -1"),
-        ({"max_concurrency": 0}, "max_concurrency must be a number above 0"),
+        ({"timeout": 0}, "timeout is 0; a number of at least 0.001 is expected"),
+        ({"retries": -1}, "retries is -1; a number of at least 0 is expected"),
+        ({"max_concurrency": 0}, "max_concurrency is 0; a number of at least 1 is expected"),
         ({"scale": (1, 1)}, "two different numbers"),
     ],
 )

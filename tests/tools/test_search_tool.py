@@ -98,7 +98,7 @@ def test_a_server_that_is_down_is_not_the_models_fault():
     [
         ({}, "got none"),
         ({"index": TEXTS, "url": "http://127.0.0.1:1"}, "got index and url"),
-        ({"index": TEXTS, "topk": 0}, "topk must be a whole number of at least 1"),
+        ({"index": TEXTS, "topk": 0}, "topk is 0; a whole number of at least 1 is expected"),
         ({"index": TEXTS, "index_dir": "x"}, "give index=FILE"),
         ({"index": [{"body": "x"}]}, "passage 0 of a SearchTool's index"),
         ({"url": "localhost:1"}, "not a URL"),

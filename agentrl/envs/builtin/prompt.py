@@ -60,7 +60,7 @@ class PromptEnv(ToolEnv):
     ) -> None:
         super().__init__()
         remote = reward == "remote_rm"
-        self.reward = rewards.RemoteReward(rm_url) if remote and rm_url is not None else rewards.resolve(reward)
+        self.reward = rewards.resolve(rewards.RemoteReward(rm_url) if remote and rm_url is not None else reward)
         columns = Columns(input_key, label_key, metadata_key, ("category",), rewards.compares(self.reward))
         loaded = open_rows(path, columns, seed=data_seed, streaming=streaming, workers=workers, cache_dir=cache_dir)
         if not apply_chat_template and loaded.chats:
