@@ -7,7 +7,7 @@ import importlib
 
 import pytest
 
-BUILT_IN = ("guess", "hint_game", "textgame.env")
+BUILT_IN = ("guess", "hint_game", "textgame")
 MODULES = ["core", "tool_env", "multi_agent", "wrappers.base", *(f"builtin.{name}" for name in BUILT_IN)]
 
 
