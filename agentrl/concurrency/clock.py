@@ -29,8 +29,9 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        self._waits: list[_Wait] = []
+        self._waits: set[_Wait] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the timer
 
     async def within(self, seconds: float, awaited: Awaitable[T]) -> T:
         """What ``awaited`` gives.
@@ -42,8 +43,8 @@ class Clock:
         assert task is not None  # a coroutine runs in one
         loop = task.get_loop()
         wait = _Wait(task, loop.time() + seconds)
-        self._waits.append(wait)
-        if self._timer is None or wait.due < self._timer.when():
+        self._waits.add(wait)
+        if self._timer is None or self._loop is not loop or wait.due < self._timer.when():
             self._set(loop)
         before = task.cancelling()
         try:
@@ -66,7 +67,7 @@ class Clock:
     def _set(self, loop: asyncio.AbstractEventLoop) -> None:
         self.close()
         if due := [wait.due for wait in self._waits if not wait.expired]:
-            self._timer = loop.call_at(min(due), self._ring, loop)
+            self._timer, self._loop = loop.call_at(min(due), self._ring, loop), loop
 
     def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
         now = loop.time()

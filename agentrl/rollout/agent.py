@@ -3,45 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.config.template import checked_variables
-from agentrl.errors import ConfigError, EnvError
-from agentrl.rollout.conversation import AUTHOR_ROLES, Dialogue
-from agentrl.types import Message
+from agentrl.rollout.conversation import Dialogue, Opening
 
 SOLE_AGENT = "agent"
 """Name of the only agent of an ordinary episode."""
-
-
-@dataclass(frozen=True)
-class Opening:
-    """How a conversation opens; ``messages`` stand before what is said to the agent first."""
-
-    messages: Sequence[Message] = ()
-    tools: list[dict[str, Any]] | None = None
-    stop: Sequence[str] = ()
-    trusted_roles: Sequence[str] = AUTHOR_ROLES
-    variables: Mapping[str, Any] | None = None  # of the chat template
-
-    @classmethod
-    def of(cls, info: Mapping[str, Any], messages: Sequence[Message] = ()) -> Opening:
-        """What a reset's ``info``, or an agent's part of it, says.
-
-        Raises:
-            EnvError: ``trusted_roles`` or ``template_kwargs`` are not of the form that is expected.
-        """
-        roles, variables = info.get("trusted_roles", AUTHOR_ROLES), info.get("template_kwargs")
-        if isinstance(roles, str) or not all(isinstance(role, str) for role in roles):
-            raise EnvError(f"info['trusted_roles'] is {roles!r:.80}; a list of roles is expected, as in ['system']")
-        if variables is not None:
-            try:
-                checked_variables(variables, "info['template_kwargs']")
-            except ConfigError as error:
-                raise EnvError(str(error)) from None
-        return cls(messages, info.get("tools") or None, info.get("stop") or (), roles, variables)
 
 
 @dataclass

@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from agentrl.config.template import checked_variables
 from agentrl.errors import ConfigError, EngineError, EnvError
 from agentrl.rollout.ledger import TokenLedger
 from agentrl.rollout.policies.sglang import PolicyClient, new_rid
@@ -48,6 +49,37 @@ class EpisodeLimits:
         for name in ("timeout_s", "step_timeout_s", "request_timeout_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be a finite number of seconds above 0")
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How a conversation opens; ``messages`` stand before what is said to the agent first."""
+
+    messages: Sequence[Message] = ()
+    tools: list[dict[str, Any]] | None = None
+    stop: Sequence[str] = ()
+    trusted_roles: Sequence[str] = AUTHOR_ROLES  # of the author's messages, those that may hold control tokens
+    variables: Mapping[str, Any] | None = None  # of the chat template, for this task, over the run's own
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any], messages: Sequence[Message] = ()) -> Opening:
+        """What a reset's ``info``, or an agent's part of it, says.
+
+        Raises:
+            EnvError: ``trusted_roles`` or ``template_kwargs`` are not of the form that is expected.
+        """
+        roles, variables = info.get("trusted_roles", AUTHOR_ROLES), info.get("template_kwargs")
+        if isinstance(roles, str) or not all(isinstance(role, str) for role in roles):
+            raise EnvError(f"info['trusted_roles'] is {roles!r:.80}; a list of roles is expected, as in ['system']")
+        if variables is not None:
+            try:
+                checked_variables(variables, "info['template_kwargs']")
+            except ConfigError as error:
+                raise EnvError(str(error)) from None
+        return cls(messages, info.get("tools") or None, info.get("stop") or (), roles, variables)
+
+
+PLAIN_OPENING = Opening()
 
 
 class EpisodeEnd(Exception):
@@ -122,16 +154,14 @@ class Dialogue(ABC):
         *,
         raw: str | None = None,
         authored: int | None = None,
-        trusted_roles: Collection[str] = AUTHOR_ROLES,
-        variables: Mapping[str, Any] | None = None,
+        opening: Opening = PLAIN_OPENING,
     ) -> None:
         """Open the conversation.
 
         Args:
             raw: text to send in place of the rendered ``messages``, which then are for the record only.
             authored: so many of the messages are those of the task's author, None: all; what others said follows.
-            trusted_roles: of the author's messages, those that may hold control tokens.
-            variables: what the chat template gets to see for this task beside the run's own.
+            opening: which roles are trusted, and variables of the chat template.
 
         Raises:
             EpisodeEnd: ENV_ERROR when the prompt leaves no room for an answer.
@@ -196,15 +226,14 @@ class Conversation(Dialogue):
         *,
         raw: str | None = None,
         authored: int | None = None,
-        trusted_roles: Collection[str] = AUTHOR_ROLES,
-        variables: Mapping[str, Any] | None = None,
+        opening: Opening = PLAIN_OPENING,
     ) -> None:
         started = time.monotonic()
         self.messages, self._tools, self._stop = list(messages), tools, tuple(stop)
         if tools:
             self._parser = self._parser.with_tools(tools)
-        self._chat = self._chat.with_variables(variables)
-        self._trusted = {i for i, m in enumerate(messages[:authored]) if m["role"] in trusted_roles}
+        self._chat = self._chat.with_variables(opening.variables)
+        self._trusted = {i for i, m in enumerate(messages[:authored]) if m["role"] in opening.trusted_roles}
         if raw is None:
             ids = self._chat.prompt(self.messages, tools, controls=self._controls(self.messages))
             self._system = bool(self.messages) and self.messages[0]["role"] == "system"

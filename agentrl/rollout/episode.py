@@ -279,10 +279,7 @@ class Episode(Generic[Client]):
             raw = self._raw[1]
         opening = opening or self._opening
         try:
-            self.conversation.prompt(
-                messages, tools, stop, raw=raw, authored=authored, trusted_roles=opening.trusted_roles,
-                variables=opening.variables,
-            )  # fmt: skip
+            self.conversation.prompt(messages, tools, stop, raw=raw, authored=authored, opening=opening)
         except EpisodeEnd as end:
             self._end = end
             raise
@@ -409,7 +406,7 @@ class Episode(Generic[Client]):
                 self._info[key] = value
         if calls := info.get("tool_calls"):
             last = self.conversation.last_turn
-            said = last.text.calls if last is not None else []
+            said = last.text.parsed.tool_calls if last is not None else []
             for number, call in enumerate(calls):
                 call = {"turn": len(self.conversation.turns), **call}
                 if number < len(said) and call.get("arguments") == said[number].arguments:

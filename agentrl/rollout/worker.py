@@ -114,7 +114,7 @@ class EpisodeRunner(Generic[Client]):
             return trajectories
 
         try:
-            with RareCollection.of_process:
+            with RareCollection():
                 async with asyncio.TaskGroup() as tasks:
                     running = [tasks.create_task(one(i)) for i in (range(n) if indices is None else indices)]
         except BaseExceptionGroup as errors:
@@ -232,27 +232,23 @@ class RareCollection:
     """
 
     THRESHOLD: ClassVar[int] = 50_000
-    of_process: ClassVar[RareCollection]
-
-    def __init__(self) -> None:
-        self._open, self._lock, self._before = 0, threading.Lock(), gc.get_threshold()
+    _open, _lock, _before = 0, threading.Lock(), gc.get_threshold()  # of the process
 
     def __enter__(self) -> None:
-        with self._lock:
-            self._open += 1
-            if self._open == 1:
-                self._before = gc.get_threshold()
-                if 0 < self._before[0] < self.THRESHOLD:  # 0: someone switched the collector off
-                    gc.set_threshold(self.THRESHOLD, *self._before[1:])
+        cls = RareCollection
+        with cls._lock:
+            cls._open += 1
+            if cls._open == 1:
+                cls._before = gc.get_threshold()
+                if 0 < cls._before[0] < cls.THRESHOLD:  # 0: someone switched the collector off
+                    gc.set_threshold(cls.THRESHOLD, *cls._before[1:])
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._open -= 1
-            if self._open == 0:
-                gc.set_threshold(*self._before)
-
-
-RareCollection.of_process = RareCollection()
+        cls = RareCollection
+        with cls._lock:
+            cls._open -= 1
+            if cls._open == 0:
+                gc.set_threshold(*cls._before)
 
 
 class LoopLag:

@@ -97,3 +97,10 @@ def test_code_that_swallows_the_cancellation_ends_as_it_likes():
         return said, asyncio.current_task().cancelling()
 
     assert run(scenario) == ("late", 0)
+
+
+def test_a_clock_that_was_not_closed_keeps_time_on_another_loop_too():
+    clock = Clock()
+    asyncio.run(clock.within(3600, asyncio.sleep(0)))
+    with pytest.raises(OutOfTime):
+        asyncio.run(asyncio.wait_for(clock.within(0.01, asyncio.sleep(20)), 30))

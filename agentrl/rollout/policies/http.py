@@ -13,6 +13,7 @@ import ssl
 import time
 import urllib.parse
 
+from agentrl.concurrency.clock import Clock
 from agentrl.errors import ConfigError
 
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)")
@@ -47,6 +48,7 @@ class HttpPost:
         self._connect_timeout, self._idle_seconds = connect_timeout, idle_seconds
         self._idle: list[_Connection] = []  # most recently used last
         self._open: set[_Connection] = set()
+        self._clock = Clock()
 
     async def post(self, body: bytes, header: str, value: str, *, timeout: float) -> tuple[int, bytes]:
         """Send ``body`` with one more header; ``(status, body of the answer)``.
@@ -66,7 +68,7 @@ class HttpPost:
                 connection, used = await self._connect(min(self._connect_timeout, timeout)), False
             sent = time.monotonic()
             try:
-                status, content = await connection.exchange(request, deadline - sent)
+                status, content = await self._clock.within(deadline - sent, connection.exchange(request))
             except _Stale:
                 # Lost at once, it had been let go of before it was used. Lost later, the server had the request.
                 if used and time.monotonic() - sent < _STALE_SECONDS:
@@ -81,6 +83,7 @@ class HttpPost:
         for connection in list(self._open):
             connection.abort()
         self._idle.clear()
+        self._clock.close()
         await asyncio.sleep(0)
 
     def _take(self) -> _Connection | None:
@@ -134,14 +137,11 @@ class _Connection(asyncio.Protocol):
         """Whether another request can be sent."""
         return not self._last and self._transport is not None and not self._transport.is_closing()
 
-    async def exchange(self, request: bytes, seconds: float) -> tuple[int, bytes]:
+    async def exchange(self, request: bytes) -> tuple[int, bytes]:
         """Send a request and wait for its answer."""
         if self._transport is None or self._transport.is_closing():
             raise _Stale("connection closed")
-        loop = asyncio.get_running_loop()
-        self._answer = loop.create_future()
-        # A bare timer costs a third of asyncio.timeout().
-        timer = loop.call_later(seconds, self._expire)
+        self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         try:
             return await self._answer
@@ -149,12 +149,7 @@ class _Connection(asyncio.Protocol):
             self.abort()
             raise
         finally:
-            timer.cancel()
             self._answer = None
-
-    def _expire(self) -> None:
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(TimeoutError())
 
     def abort(self) -> None:
         """Drop the connection."""

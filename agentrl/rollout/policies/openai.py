@@ -31,7 +31,7 @@ from agentrl.chat_api.reply import Reply, ServerCall
 from agentrl.config.schema import EvalConfig
 from agentrl.config.template import template_variables
 from agentrl.errors import ConfigError, EngineError
-from agentrl.rollout.conversation import Dialogue, EpisodeEnd, Turn
+from agentrl.rollout.conversation import PLAIN_OPENING, Dialogue, EpisodeEnd, Opening, Turn
 from agentrl.rollout.sampling import for_turn
 from agentrl.rollout.template.rendering import INLINE
 from agentrl.tools.formats import Action, HermesParser, Parsed, Parser, clean_text
@@ -139,8 +139,8 @@ class ChatConversation(Dialogue):
         stop: Sequence[str] = (),
         *,
         raw: str | None = None,
-        variables: Mapping[str, Any] | None = None,
-        **_: Any,
+        authored: int | None = None,
+        opening: Opening = PLAIN_OPENING,
     ) -> None:
         if raw is not None:
             raise ConfigError(
@@ -150,7 +150,7 @@ class ChatConversation(Dialogue):
         _refuse_inline(messages)
         self.messages, self._tools, self._stop = list(messages), tools, tuple(stop)
         self._history = [_outgoing(message) for message in messages]
-        self._variables = {**self._variables, **(variables or {})}
+        self._variables = {**self._variables, **(opening.variables or {})}
 
     async def generate(self) -> Turn:
         room = self._limits.max_context_len - self._used

@@ -202,7 +202,15 @@ class Parser(ABC):
         return (calls if len(calls) <= MAX_CALLS else [*calls[:MAX_CALLS], self._too_many()]), end
 
     def _too_many(self) -> ToolCall:
-        return ToolCall("", {}, self.call_id(MAX_CALLS), f"more than {MAX_CALLS} calls in one turn")
+        return self._error(f"more than {MAX_CALLS} calls in one turn", MAX_CALLS)
+
+    def _error(self, problem: Exception | str, number: int, name: str = "") -> ToolCall:
+        """The turn's call ``number``, of which nothing but this can be said."""
+        return ToolCall(name, {}, self.call_id(number), str(problem))
+
+    def _stray(self, parsed: Parsed, error: str) -> Parsed:
+        """A turn without calls in which a part of one stands."""
+        return Parsed(parsed.content, parsed.reasoning, [self._error(error, 0)], self.structured)
 
     def _read_calls(self, text: str, start: int, name: str, number: int) -> Read | None:
         """The calls whose opening tag ends at ``start`` (``number`` calls before them), and the position after

@@ -9,35 +9,26 @@ from agentrl.tools.formats import families, gemma, gpt_oss, hermes, lfm2, minima
 from agentrl.tools.formats.base import FORMATS, NoneParser, Parser
 from agentrl.tools.formats.tags import TagParser
 
+# What SGLang (--tool-call-parser) and people call them.
 _OTHER_NAMES = {
-    # What SGLang (--tool-call-parser) and people call them.
-    "qwen": "hermes",
-    "qwen25": "hermes",
-    "qwen3": "hermes",
-    "smollm3": "hermes",
-    "glm45": "glm",
-    "glm46": "glm",
-    "deepseek": "deepseekv3",
-    "deepseek_v3": "deepseekv3",
-    "deepseek_r1": "deepseekv3",
-    "deepseek_v31": "deepseekv31",
-    "deepseek_v32": "deepseekv32",
-    "deepseek_v4": "deepseekv4",
-    "deepseekv41": "deepseekv4",
-    "gpt_oss": "gpt-oss",
-    "harmony": "gpt-oss",
-    "gemma": "gemma4",
-    "hy3": "hunyuan",
-    "kimi": "kimi_k2",
-    "llama": "llama3",
-    "minimax_m2": "minimax-m2",
-    "minimax_m3": "minimax-m3",
-    "nemotron3": "qwen3_coder",
-    "seed-oss": "seed_oss",
-    "step3p5": "qwen3_coder",
-    "nanbeige": "qwen3_coder",
-    "llama4": "pythonic",
+    "hermes": "qwen qwen25 qwen3 smollm3",
+    "glm": "glm45 glm46",
+    "deepseekv3": "deepseek deepseek_v3 deepseek_r1",
+    "deepseekv31": "deepseek_v31",
+    "deepseekv32": "deepseek_v32",
+    "deepseekv4": "deepseek_v4 deepseekv41",
+    "gpt-oss": "gpt_oss harmony",
+    "gemma4": "gemma",
+    "hunyuan": "hy3",
+    "kimi_k2": "kimi",
+    "llama3": "llama",
+    "minimax-m2": "minimax_m2",
+    "minimax-m3": "minimax_m3",
+    "qwen3_coder": "nemotron3 step3p5 nanbeige",
+    "seed_oss": "seed-oss",
+    "pythonic": "llama4",
 }
+_NAMED = {other: name for name, others in _OTHER_NAMES.items() for other in others.split()}
 _TAG_NAME = re.compile(r"[A-Za-z][\w-]*\Z")
 
 
@@ -55,7 +46,7 @@ def get_parser(name: str) -> Parser:
         return NoneParser()
     if name.startswith("tags:"):
         return TagParser(_tag_names(name))
-    found = FORMATS.get(_OTHER_NAMES.get(name, name))
+    found = FORMATS.get(_NAMED.get(name, name))
     if found is None:
         known = ", ".join(["none", *sorted(FORMATS)])
         raise ConfigError(f"unknown call format {name!r}; expected tags:<name>,<name> or one of {known}.")

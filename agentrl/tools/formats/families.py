@@ -7,15 +7,7 @@ from typing import Any, ClassVar
 
 from agentrl.tools.formats.base import MAX_CALLS, Read
 from agentrl.tools.formats.framed import EnclosedParser, FramedParser, JsonListParser, json_arguments
-from agentrl.tools.formats.strict_json import (
-    Malformed,
-    kind,
-    read_arguments,
-    read_json,
-    read_name,
-    short_name,
-    skip_space,
-)
+from agentrl.tools.formats.strict_json import Malformed, json_call, read_arguments, read_json, short_name, skip_space
 from agentrl.types import ToolCall
 
 
@@ -162,8 +154,7 @@ class LlamaParser(FramedParser):
             except Malformed as problem:
                 if not (tagged or calls or _meant_as_call(text, start)):
                     return None
-                calls.append(ToolCall("", {}, self.call_id(number + len(calls)), str(problem)))
-                return calls, len(text)
+                return [*calls, self._error(problem, number + len(calls))], len(text)
             if not (tagged or calls or self._is_call(value)):
                 return None  # an answer in JSON
             calls.append(self._object(value, number + len(calls)))
@@ -181,10 +172,8 @@ class LlamaParser(FramedParser):
 
     def _object(self, value: Any, number: int) -> ToolCall:
         try:
-            if not isinstance(value, dict):
-                raise Malformed(f"a call is a JSON object, got {kind(value)}")
-            key = "parameters" if "parameters" in value else "arguments"
-            return ToolCall(read_name(value), read_arguments(value.get(key, {}), key), self.call_id(number))
+            key = "parameters" if isinstance(value, dict) and "parameters" in value else "arguments"
+            return json_call(value, self.call_id(number), key)
         except Malformed as problem:
             return self._error(problem, number)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from agentrl.tools.formats.base import MAX_CALLS, Parsed, Parser, Read
-from agentrl.tools.formats.strict_json import Malformed, kind, read_arguments, read_json, read_name, short_name
+from agentrl.tools.formats.strict_json import Malformed, json_call, kind, read_arguments, read_json, short_name
 from agentrl.tools.formats.typed import typed
 from agentrl.types import ToolCall
 
@@ -61,8 +61,7 @@ class FramedParser(Parser):
             stray = next((t for t in (*(self.section or ()), self.closing, *self.inner) if t and t in content), None)
             if stray is None:
                 return parsed
-            error = f"{stray} without a call: a call begins with {self.opening}"
-            return Parsed(content, parsed.reasoning, [ToolCall("", {}, self.call_id(0), error)])
+            return self._stray(parsed, f"{stray} without a call: a call begins with {self.opening}")
         for token in self.section or ():
             content = content.replace(token, "")
         return Parsed(content.strip(), parsed.reasoning, parsed.tool_calls)
@@ -77,9 +76,6 @@ class FramedParser(Parser):
     def _check_section(self, text: str, start: int) -> None:
         if self.section is not None and self.section[0] not in text[:start]:
             raise Malformed(f"a call must stand between {self.section[0]} and {self.section[1]}")
-
-    def _error(self, problem: Malformed, number: int) -> ToolCall:
-        return ToolCall("", {}, self.call_id(number), str(problem))
 
 
 class EnclosedParser(FramedParser):
@@ -114,9 +110,15 @@ class TaggedParser(FramedParser):
     tail: ClassVar[re.Pattern[str]]
     """What follows the last value, the closing token included."""
     form: ClassVar[str]
-    """The form in words, for errors."""
+    """How a call is written, for errors and the hint."""
     lines: ClassVar[bool] = False
     """Whether a value stands on lines of its own."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        begin, end = cls.section or (cls.opening, cls.closing)
+        if "hint" not in vars(cls):
+            cls.hint = f"Between {begin} and {end} write {cls.form}."
 
     def _read_calls(self, text: str, start: int, name: str, number: int) -> Read | None:
         try:
@@ -134,7 +136,7 @@ class TaggedParser(FramedParser):
         self._check_section(text, start)
         head = self.head.match(text, start)
         if head is None:
-            raise Malformed(self.form)
+            raise Malformed(f"a call is {self.form}")
         name = self._text_of(head["name"])
         schema = self.schemas.get(name, {})
         properties = _mapping(schema.get("properties"))
@@ -149,14 +151,14 @@ class TaggedParser(FramedParser):
             end = text.find(self.value_end, found.end())
             value = text[found.end() : end if end >= 0 else len(text)]
             if end < 0 or (self.closing in value and self.opening in value):  # it went on into the next call
-                raise Malformed(f"a value is not closed by {self.value_end}: {self.form}")
+                raise Malformed(f"a value is not closed by {self.value_end}: a call is {self.form}")
             if self.lines:
                 value = value.removeprefix("\n").removesuffix("\n")
             arguments[key] = self._value(value, found, properties.get(key), schema)
             at = end + len(self.value_end)
         tail = self.tail.match(text, at)
         if tail is None:
-            raise Malformed(self.form)
+            raise Malformed(f"a call is {self.form}")
         return [ToolCall(short_name(name), read_arguments(arguments), self.call_id(number))], tail.end()
 
     def _value(self, text: str, found: re.Match[str], schema: Any, root: Any) -> Any:
@@ -188,10 +190,9 @@ class JsonListParser(EnclosedParser):
 
     def _element(self, item: Any, number: int) -> ToolCall:
         try:
-            if not isinstance(item, dict):
-                raise Malformed(f"a call is a JSON object, got {kind(item)}")
-            name = read_name(item)
-            return ToolCall(name, read_arguments(item.get("arguments", {})), self._given_id(item.get("id"), number))
+            call = json_call(item)
+            call.id = self._given_id(item.get("id"), number)
+            return call
         except Malformed as problem:
             return self._error(problem, number)
 

@@ -17,8 +17,7 @@ class HermesParser(Parser):
     def parse(self, text: str) -> Parsed:
         parsed = self._scan(text, {self.OPEN: ""})
         if not parsed.tool_calls and self.CLOSE in parsed.content:
-            error = f"{self.CLOSE} without {self.OPEN}"
-            return Parsed(parsed.content, parsed.reasoning, [ToolCall("", {}, self.call_id(0), error)])
+            return self._stray(parsed, f"{self.CLOSE} without {self.OPEN}")
         return parsed
 
     def _read_calls(self, text: str, start: int, name: str, number: int) -> Read:
@@ -43,5 +42,5 @@ class HermesParser(Parser):
             name = read_name(value)
             call = ToolCall(name, read_arguments(value.get("arguments", {})), self.call_id(number))
         except Malformed as problem:
-            call = ToolCall(name, {}, self.call_id(number), str(problem))
+            call = self._error(problem, number, name)
         return [call], after

@@ -59,7 +59,7 @@ class PythonicParser(Parser):
                 raise Malformed("the list of calls is not closed by ]")
             return python_calls(text[start:end], self.call_id), end
         except Malformed as problem:
-            return [ToolCall("", {}, self.call_id(number), str(problem))], len(text)
+            return [self._error(problem, number)], len(text)
 
 
 def python_calls(source: str, call_id: Callable[[int], str]) -> list[ToolCall]:

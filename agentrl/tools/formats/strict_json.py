@@ -8,6 +8,8 @@ import re
 import sys
 from typing import Any
 
+from agentrl.types import ToolCall
+
 MAX_DEPTH = 64
 """Nesting of lists and objects in arguments."""
 
@@ -100,6 +102,17 @@ def read_name(value: dict[str, Any]) -> str:
     if not isinstance(name, str) or not name:
         raise Malformed('"name" must be the name of a tool')
     return short_name(name)
+
+
+def json_call(value: Any, call_id: str = "", key: str = "arguments") -> ToolCall:
+    """A call written as a JSON object of ``name`` and ``key``.
+
+    Raises:
+        Malformed: it is none.
+    """
+    if not isinstance(value, dict):
+        raise Malformed(f"a call is a JSON object, got {kind(value)}")
+    return ToolCall(read_name(value), read_arguments(value.get(key, {}), key), call_id)
 
 
 def short_name(name: str) -> str:

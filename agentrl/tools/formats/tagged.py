@@ -17,11 +17,7 @@ class GlmParser(TaggedParser):
     name = "glm"
     opening, closing = "<tool_call>", "</tool_call>"
     inner = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-    hint = (
-        "Write the tool's name after <tool_call>, then <arg_key>name</arg_key> and <arg_value>value</arg_value> "
-        "for each argument, then </tool_call>."
-    )
-    form = "a call is NAME, and for each argument <arg_key>KEY</arg_key> and then <arg_value>value</arg_value>"
+    form = "NAME, and for each argument <arg_key>KEY</arg_key> and then <arg_value>value</arg_value>"
     # Models also write the two characters \n where the template has a line's end.
     head = re.compile(r"\s*+(?P<name>[^<\s\\]{1,256})(?:\\n|\s)*+")
     argument = re.compile(r"(?:\\n|\s)*+<arg_key>(?P<key>[^<]{1,256})</arg_key>(?:\\n|\s)*+<arg_value>")
@@ -45,7 +41,7 @@ class HunyuanParser(GlmParser):
         "<arg_key:opensource>KEY</arg_key:opensource><arg_value:opensource>value</arg_value:opensource>, and "
         "</tool_call:opensource></tool_calls:opensource>."
     )
-    form = "a call is NAME<tool_sep>, and for each argument <arg_key>KEY</arg_key><arg_value>value</arg_value>"
+    form = "NAME<tool_sep>, and for each argument <arg_key>KEY</arg_key><arg_value>value</arg_value>"
     head = re.compile(r"\s*+(?P<name>[^<\s]{1,256})\s*+<tool_sep>")
     reasoning_tags: ClassVar = {**GlmParser.reasoning_tags, "<think:opensource>": "</think:opensource>"}
     _SUFFIX = re.compile(r"(</?(?:tool_calls?|tool_sep|arg_key|arg_value)):\w+>")
@@ -60,11 +56,7 @@ class Qwen3CoderParser(TaggedParser):
     name = "qwen3_coder"
     opening, closing = "<tool_call>", "</tool_call>"
     inner = ("<function=", "</function>")
-    form = "a call is <function=NAME>, <parameter=KEY>value</parameter> for each argument, and one </function>"
-    hint = (
-        "Between <tool_call> and </tool_call> write <function=NAME>, for each argument "
-        "<parameter=KEY>value</parameter>, and </function>."
-    )
+    form = "<function=NAME>, <parameter=KEY>value</parameter> for each argument, and one </function>"
     head = re.compile(r"\s*+<function=(?P<name>[^>\n<]{1,256})>")
     argument = re.compile(r"\s*+<parameter=(?P<key>[^>\n]{1,256})>")
     value_end = "</parameter>"
@@ -77,7 +69,6 @@ class SeedParser(Qwen3CoderParser):
 
     name = "seed_oss"
     opening, closing = "<seed:tool_call>", "</seed:tool_call>"
-    hint = Qwen3CoderParser.hint.replace("tool_call>", "seed:tool_call>")
     tail = re.compile(r"\s*+</function>\s*+</seed:tool_call>")
     reasoning_tags: ClassVar = {**Qwen3CoderParser.reasoning_tags, "<seed:think>": "</seed:think>"}
     lines = False
@@ -90,11 +81,7 @@ class MinimaxM2Parser(TaggedParser):
     opening, closing = '<invoke name="', "</invoke>"
     section = ("<minimax:tool_call>", "</minimax:tool_call>")
     inner = ("<parameter name=",)
-    form = 'a call is <invoke name="NAME">, <parameter name="KEY">value</parameter> for each argument, and </invoke>'
-    hint = (
-        'Between <minimax:tool_call> and </minimax:tool_call> write <invoke name="NAME">, for each argument '
-        '<parameter name="KEY">value</parameter>, and </invoke>.'
-    )
+    form = '<invoke name="NAME">, <parameter name="KEY">value</parameter> for each argument, and </invoke>'
     head = re.compile(r'(?P<name>[^"\n<]{1,256})">')
     argument = re.compile(r'\s*+<parameter name="(?P<key>[^"\n]{1,256})">')
     value_end = "</parameter>"
@@ -109,12 +96,8 @@ class DeepSeekV32Parser(TaggedParser):
     section = ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>")
     inner = ("<｜DSML｜parameter name=",)
     form = (
-        'a call is <｜DSML｜invoke name="NAME">, <｜DSML｜parameter name="KEY" string="true|false">value'
+        '<｜DSML｜invoke name="NAME">, <｜DSML｜parameter name="KEY" string="true|false">value'
         "</｜DSML｜parameter> for each argument, and </｜DSML｜invoke>"
-    )
-    hint = (
-        'Between <｜DSML｜function_calls> and </｜DSML｜function_calls> write <｜DSML｜invoke name="NAME">, for each '
-        'argument <｜DSML｜parameter name="KEY" string="true|false">value</｜DSML｜parameter>, and </｜DSML｜invoke>.'
     )
     head = re.compile(r'(?P<name>[^"\n<]{1,256})">')
     argument = re.compile(
@@ -129,7 +112,6 @@ class DeepSeekV4Parser(DeepSeekV32Parser):
 
     name = "deepseekv4"
     section = ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")
-    hint = DeepSeekV32Parser.hint.replace("function_calls", "tool_calls")
 
 
 class KimiK3Parser(TaggedParser):
@@ -140,10 +122,9 @@ class KimiK3Parser(TaggedParser):
     section = ("<|open|>tools<|sep|>", "<|close|>tools<|sep|>")
     inner = ("<|open|>argument ",)
     form = (
-        'a call is <|open|>call tool="NAME" index="1"<|sep|>, <|open|>argument key="KEY" type="TYPE"<|sep|>value'
+        '<|open|>call tool="NAME" index="1"<|sep|>, <|open|>argument key="KEY" type="TYPE"<|sep|>value'
         "<|close|>argument<|sep|> for each argument, and <|close|>call<|sep|>"
     )
-    hint = f"Between <|open|>tools<|sep|> and <|close|>tools<|sep|> {form}."
     head = re.compile(r'tool="(?P<name>[^"<]{1,512})"(?: index="\d+")?<\|sep\|>')
     argument = re.compile(r'\s*+<\|open\|>argument key="(?P<key>[^"]{1,512})" type="(?:(?P<text>string)|\w+)"<\|sep\|>')
     value_end = "<|close|>argument<|sep|>"

@@ -28,15 +28,14 @@ class TagParser(Parser):
         stray = next((tag for tag in self.stop if tag in parsed.content), None)
         if stray is None:
             return parsed
-        error = f"{stray} without <{stray[2:]}"
-        return Parsed(parsed.content, parsed.reasoning, [ToolCall("", {}, self.call_id(0), error)], False)
+        return self._stray(parsed, f"{stray} without <{stray[2:]}")
 
     def _read_calls(self, text: str, start: int, name: str, number: int) -> Read:
-        call_id, close = self.call_id(number), text.find(f"</{name}>", start)
+        close = text.find(f"</{name}>", start)
         if close < 0:
-            return [ToolCall(name, {}, call_id, f"<{name}> is not closed by </{name}>")], len(text)
+            return [self._error(f"<{name}> is not closed by </{name}>", number, name)], len(text)
         body, after = text[start:close], close + len(name) + 3
         nested = next((n for n in self.names if f"<{n}>" in body), None)
         if nested is not None:
-            return [ToolCall(name, {}, call_id, f"<{nested}> inside <{name}>")], after
-        return [ToolCall(name, {"text": body.strip()}, call_id)], after
+            return [self._error(f"<{nested}> inside <{name}>", number, name)], after
+        return [ToolCall(name, {"text": body.strip()}, self.call_id(number))], after
