@@ -242,7 +242,7 @@ def test_how_a_step_is_cut_and_what_is_masked_does_not_change_the_loss(name, see
     def near():
         return (batch["rollout"] + rng.normal(0, 0.1, batch.num_tokens)).astype(np.float32)
 
-    batch = batch.with_columns(old=near(), ref=near(), current=near())
+    batch = batch.with_columns(old=near(), ref=near(), current=near(), values=near())
     dirty = {key: np.where(batch.loss_mask == 1, batch[key], 9.0).astype(np.float32) for key in ("old", "ref")}
 
     def loss_and_gradient(batch, cut):
