@@ -14,7 +14,8 @@ from itertools import product
 from math import ceil, prod
 from pathlib import Path
 
-from agentrl.config.schema import Config
+from agentrl.algorithms import load_algorithm
+from agentrl.config.schema import AlgorithmOptions, Config
 from agentrl.errors import ConfigError
 from agentrl.families.family import head_dim
 
@@ -191,24 +192,25 @@ def memory_of(cfg: Config, shape: Shape, device: str) -> Memory:
     """
     bf16 = cfg.dtype == "bf16" or (cfg.dtype == "auto" and device == "cuda")
     item = 2 if bf16 else 4
+    algorithm = load_algorithm(cfg.section(AlgorithmOptions))
     dense, experts = _of_stage(cfg, shape)
+    models = 2 if "values" in algorithm.needs else 1  # a critic is as large as the policy, and on the same ranks
     replicas = cfg.data_parallel_size if cfg.use_distributed_optimizer else 1
-    states = (12 if bf16 else 8) * (dense / replicas + experts / max(1, replicas // cfg.expert_model_parallel_size))
+    owned = dense / replicas + experts / max(1, replicas // cfg.expert_model_parallel_size)
     engine_ranks = cfg.rollout_num_gpus_per_engine if device == "cuda" else 1
     longest = max(cfg.rollout_max_context_len, cfg.eval_max_context_len or 0)
     in_flight = ceil(cfg.rollout_concurrency / (cfg.rollout_num_engines or 1))
     of_layer = shape.latent or 2 * max(1, shape.groups // engine_ranks) * shape.head_dim
-    refers = cfg.use_kl_loss or cfg.kl_coef > 0
     return Memory(
-        weights=item * (dense + experts),
-        gradients=4 * (dense + experts),
-        optimizer=states,
+        weights=models * item * (dense + experts),
+        gradients=models * 4 * (dense + experts),
+        optimizer=models * (12 if bf16 else 8) * owned,
         activations=activations(cfg, shape, item, device),
-        step=states / (12 if bf16 else 8) * 4 if device == "cuda" else 8 * shape.embedding,
+        step=4 * owned if device == "cuda" else 8 * shape.embedding,
         engine_weights=item * shape.parameters / engine_ranks,
         kv_cache=in_flight * longest * shape.layers * of_layer * item,
         snapshot=item * shape.parameters,
-        reference=2 * item * (dense + experts) if refers else 0,
+        reference=2 * item * (dense + experts) if "ref" in algorithm.infers(1) else 0,
     )
 
 

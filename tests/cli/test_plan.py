@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.config import Config, demo_folder, load_config
-from agentrl.planning import GIB, Shape, memory_of, plans
+from agentrl.planning import GIB, Memory, Shape, memory_of, plans
 
 LARGE = Shape(
     layers=36, hidden=4096, heads=32, groups=8, head_dim=128, ffn=12288, vocab=151936, tied=False, head_norms=True,
@@ -42,6 +42,16 @@ def test_bytes_of_a_parameter() -> None:
     # A token of KV cache: keys and values of 36 layers, 8 groups of 128 numbers, 2 bytes each.
     assert one.kv_cache == 64 * 4096 * 2 * 36 * 8 * 128 * 2
     assert one.reference == 0 and memory_of(TRAINS.replace(use_kl_loss=True), LARGE, "cuda").reference == 4 * number
+
+
+def test_a_critic_is_a_second_model_on_the_same_ranks() -> None:
+    policy = memory_of(TRAINS, LARGE, "cuda")
+    both = memory_of(TRAINS.replace(advantage_estimator="ppo"), LARGE, "cuda")
+    assert [x / y for x, y in zip(parts(both), parts(policy), strict=True)] == [2, 2, 2, 1, 1]
+
+
+def parts(memory: Memory) -> list[float]:
+    return [memory.weights, memory.gradients, memory.optimizer, memory.engine_weights, memory.snapshot]
 
 
 @pytest.mark.parametrize("option", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
