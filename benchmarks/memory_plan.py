@@ -101,27 +101,22 @@ def measure(s: dict, folder: str) -> dict[str, float]:
     """Bytes taken by each part, in this process."""
     import torch
 
-    from agentrl.algorithms import load_algorithm
     from agentrl.config.schema import TrainerOptions
-    from agentrl.trainer.megatron import parallel
-    from agentrl.trainer.megatron.core import Core
-    from agentrl.trainer.megatron.policy import Policy
+    from agentrl.trainer.megatron.trainer import MegatronTrainer
 
     torch.set_num_threads(2)
     options = options_of(s, folder).section(TrainerOptions)
-    layout = parallel.initialize(0, 1, f"file://{folder}/store", options)
     small = batch_of({**s, "tokens": 512})
     before = resident()
-    core = Core(folder, options, layout)
-    policy = Policy(core, load_algorithm(options))
-    for buffer in core.ddp.buffers:
+    trainer = MegatronTrainer(0, 1, f"file://{folder}/store", folder, options)
+    for buffer in trainer.policy.core.ddp.buffers:
         buffer.grad_data.fill_(0)  # pages of zeros that nobody wrote are not there yet
     static = resident() - before
-    policy.update(small)  # the moments are made at the first step
+    trainer.update(small)  # the moments are made at the first step
     settled = resident()
     batch = batch_of(s)
     floor = peak(reset=True)
-    policy.update(batch)
+    trainer.update(batch)
     top = peak()
     return {"built": static, "first step": settled - before - static, "peak": top - floor}
 
