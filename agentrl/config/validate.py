@@ -217,11 +217,10 @@ def _parallel(config: Config, model: dict[str, Any]) -> Iterator[str]:
     if config.expert_model_parallel_size > 1 and (not experts or experts % config.expert_model_parallel_size):
         has = f"has {experts} experts" if experts else "has no experts"
         yield f"--expert-model-parallel-size {config.expert_model_parallel_size} does not fit: the model {has}."
-    elif experts and max(tensor, config.expert_model_parallel_size) > 1:
+    elif experts and tensor > 1 and not config.sequence_parallel:
         yield (
-            f"--tensor-model-parallel-size {tensor} and --expert-model-parallel-size "
-            f"{config.expert_model_parallel_size}: a mixture of experts is trained with 1 and 1 so far, for splitting "
-            "its experts has not been compared with one rank. Use data and pipeline parallelism."
+            f"--tensor-model-parallel-size {tensor}: Megatron trains a mixture of experts so only with --sequence-parallel. "
+            "Add it."
         )
 
 

@@ -169,13 +169,13 @@ def test_what_a_config_json_asks_for_in_vain_is_refused_before_anything_starts(r
     assert f"--hf-checkpoint {model}: in config.json, hidden_act 'gelu' is not computed" in message
 
 
-def test_experts_are_not_split_before_that_was_compared(refused, load, model):
+def test_tensor_parallelism_of_a_mixture_asks_for_sequence_parallelism(refused, load, model):
     file = f"{model}/config.json"
     with open(file) as f:
         config = json.load(f)
     with open(file, "w") as f:
         json.dump({**config, "model_type": "qwen3_moe", "num_experts": 8}, f)
     ranks = ["--actor-num-gpus-per-node", "2"]
-    for flag in ("--tensor-model-parallel-size", "--expert-model-parallel-size"):
-        assert "has not been compared with one rank" in refused(*ranks, flag, "2")
-    load(*ranks, "--pipeline-model-parallel-size", "2")
+    assert "only with --sequence-parallel" in refused(*ranks, "--tensor-model-parallel-size", "2")
+    load(*ranks, "--tensor-model-parallel-size", "2", "--sequence-parallel")
+    load(*ranks, "--expert-model-parallel-size", "2")

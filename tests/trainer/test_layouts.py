@@ -75,10 +75,12 @@ def assert_the_same(result, alone, folder, folder_alone):
         for key, value in there.items():
             assert here[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
     values, expected = (np.load(where / "log_probs.npy") for where in (folder, folder_alone))
-    assert np.abs(values - expected)[0].max() < 1e-5 and np.abs(values - expected)[1:].max() < 1e-3
+    assert np.abs(values - expected)[0].max() < 1e-5 and np.abs(values - expected)[1:].max(initial=0) < 1e-3
     weights, expected = (load_file(where / "hf" / "model.safetensors") for where in (folder, folder_alone))
     assert weights.keys() == expected.keys()
     for key, tensor in expected.items():
+        if key.endswith("k_proj.bias"):  # where a head is not rotated, its gradient is what rounding leaves
+            continue
         assert (weights[key] - tensor).abs().mean() < 1e-2 * OPTIONS["lr"], key
 
 

@@ -98,9 +98,11 @@ class VarlenAttention(MegatronModule):
         query, key, value = (x.flatten(1, -2) for x in (query, key, value))
         if self.config.multi_latent_attention:
             # The rotated part of a key is one for all heads. Megatron's local projection splits its gradient between
-            # tensor-parallel ranks without adding up what the heads of the others have to say.
+            # tensor-parallel ranks without adding up what the heads of the others have to say. Here the ranks' sums are
+            # added; a sum is contiguous, and of what is not, Megatron's reduction adds up a copy and throws it away.
             own, shared = key.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], -1)
-            key = torch.cat([own, copy_to_tensor_model_parallel_region(shared.contiguous())], -1)
+            shared = copy_to_tensor_model_parallel_region(shared[:, :1].contiguous())
+            key = torch.cat([own, shared.expand(-1, own.shape[1], -1)], -1)
         out = varlen_attention(query, key, value, lengths, self.softmax_scale)
         return out.reshape(out.shape[0], 1, -1)
 

@@ -19,7 +19,7 @@ asked                                           answered
 ``stream``                                      tokens on a stream of their own)
 ==============================================  ===========================================
 
-Five more are not questions to ``torch`` and are replaced one by one:
+Six more are not questions to ``torch`` and are replaced one by one:
 
 - ``Tensor.cuda()``, called on the tied embedding of pipeline stages: the tensor itself. This is the
   only change outside Megatron's modules; without CUDA the call could only have raised.
@@ -27,7 +27,7 @@ Five more are not questions to ``torch`` and are replaced one by one:
 - ``clip_grad_by_total_norm_fp32``: asserts the type name ``torch.cuda.FloatTensor``; ours multiplies.
 - ``DistributedOptimizer`` and ``Float16OptimizerWithFloat16Params`` sort parameters by the type name
   ``torch.cuda.*``: while they are constructed, a CPU tensor gives that name.
-
+- ``maybe_move_tensor_to_cpu`` of the experts' dispatcher: numbers of tokens become numpy's, though they are here already.
 - ``megatron.core.jit.jit_fuser``, which compiles functions of the experts' routers: they run as they are.
 
 And two that are no question of the device, where TransformerEngine is not installed: the experts' router asks for a
@@ -192,13 +192,19 @@ def _on_the_cpu(factory):
 def _replace_functions() -> None:
     from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
 
+    token_dispatcher.maybe_move_tensor_to_cpu = _as_on_cpu
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     for module in (clip_grads, optimizer):
         module.clip_grad_by_total_norm_fp32 = _clip_grads
     for cls in (distrib_optimizer.DistributedOptimizer, optimizer.Float16OptimizerWithFloat16Params):
         cls.__init__ = _with_cuda_type_names(cls.__init__)
+
+
+def _as_on_cpu(tensor, as_numpy=False, record_stream=False):
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _clip_grads(parameters, max_norm, total_norm, use_decoupled_grad=False) -> None:
