@@ -219,8 +219,8 @@ def _parallel(config: Config, model: dict[str, Any]) -> Iterator[str]:
         yield f"--expert-model-parallel-size {config.expert_model_parallel_size} does not fit: the model {has}."
     elif experts and tensor > 1 and not config.sequence_parallel:
         yield (
-            f"--tensor-model-parallel-size {tensor}: Megatron trains a mixture of experts so only with --sequence-parallel. "
-            "Add it."
+            f"--tensor-model-parallel-size {tensor}: Megatron trains a mixture of experts so only with "
+            "--sequence-parallel. Add it."
         )
 
 

@@ -176,6 +176,6 @@ def test_tensor_parallelism_of_a_mixture_asks_for_sequence_parallelism(refused, 
     with open(file, "w") as f:
         json.dump({**config, "model_type": "qwen3_moe", "num_experts": 8}, f)
     ranks = ["--actor-num-gpus-per-node", "2"]
-    assert "only with --sequence-parallel" in refused(*ranks, "--tensor-model-parallel-size", "2")
+    assert "--sequence-parallel. Add it" in refused(*ranks, "--tensor-model-parallel-size", "2")
     load(*ranks, "--tensor-model-parallel-size", "2", "--sequence-parallel")
     load(*ranks, "--expert-model-parallel-size", "2")

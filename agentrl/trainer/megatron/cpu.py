@@ -27,7 +27,7 @@ Six more are not questions to ``torch`` and are replaced one by one:
 - ``clip_grad_by_total_norm_fp32``: asserts the type name ``torch.cuda.FloatTensor``; ours multiplies.
 - ``DistributedOptimizer`` and ``Float16OptimizerWithFloat16Params`` sort parameters by the type name
   ``torch.cuda.*``: while they are constructed, a CPU tensor gives that name.
-- ``maybe_move_tensor_to_cpu`` of the experts' dispatcher: numbers of tokens become numpy's, though they are here already.
+- ``maybe_move_tensor_to_cpu`` of the experts' dispatcher: numbers of tokens become numpy's, though they are here.
 - ``megatron.core.jit.jit_fuser``, which compiles functions of the experts' routers: they run as they are.
 
 And two that are no question of the device, where TransformerEngine is not installed: the experts' router asks for a
