@@ -214,6 +214,20 @@ def memory_of(cfg: Config, shape: Shape, device: str) -> Memory:
     )
 
 
+def short_of_memory(cfg: Config, free: float) -> str | None:
+    """What to know where a machine without GPUs has ``free`` bytes for a run that takes more; None otherwise."""
+    memory = memory_of(cfg, Shape.of(str(cfg.hf_checkpoint)), "cpu")
+    ranks, engines = cfg.world_size, cfg.rollout_num_engines or 1
+    needed = ranks * (memory.trainer + memory.reference) + engines * memory.engine + memory.snapshot
+    if needed <= free:
+        return None
+    return (
+        f"this run takes about {in_gib(needed)} of memory, and {in_gib(free)} are free: the trainer "
+        f"{in_gib(memory.trainer)} a rank, {in_gib(memory.activations)} of it for packs of {cfg.max_tokens_per_gpu:,} "
+        "tokens (--max-tokens-per-gpu)"
+    )
+
+
 def _of_stage(cfg: Config, shape: Shape) -> tuple[float, float]:
     """Parameters of the largest rank: those that it shares with its data-parallel replicas, and its experts."""
     tensor, stages = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size

@@ -6,7 +6,6 @@ import contextlib
 import os
 from pathlib import Path
 
-from agentrl.config.presets import demo_alone
 from agentrl.config.schema import Config
 from agentrl.data.run_folder import new_folder
 from agentrl.engines.options import engine_threads
@@ -16,6 +15,7 @@ from agentrl.orchestrator.cluster import bundles_of
 from agentrl.orchestrator.launch import checked, find_start, weights_place
 from agentrl.orchestrator.loop import due
 from agentrl.orchestrator.manager import open_template
+from agentrl.orchestrator.notices import at_start
 from agentrl.planning import Shape, memory_of
 
 Section = list[tuple[str, str]]
@@ -51,9 +51,8 @@ def dry_run(cfg: Config) -> None:
         print(heading)
         for name, value in lines:
             print(f"  {name:<16} {value}")
-    for note in (*notes, demo_alone(cfg)):
-        if note:
-            print(f"note: {note}")
+    for note in (*notes, *at_start(cfg)):
+        print(f"note: {note}")
     print("\nEvery check passed; nothing was started.")
 
 

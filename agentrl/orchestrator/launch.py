@@ -21,7 +21,6 @@ from typing import Any
 from rich.text import Text
 
 from agentrl.algorithms import load_algorithm
-from agentrl.config.presets import demo_alone
 from agentrl.config.schema import AlgorithmOptions, Config
 from agentrl.config.serialize import read_run_config, run_folder_of
 from agentrl.data.checkpoint import Checkpoint, CheckpointStore
@@ -38,6 +37,7 @@ from agentrl.loading import portable, portable_source
 from agentrl.orchestrator.cluster import Cluster, bundles_of, check_nodes
 from agentrl.orchestrator.handles import RolloutHandle, TrainerHandle, create_ranks
 from agentrl.orchestrator.loop import best_metrics, due, evaluates_at_start, keep_best, training_loop
+from agentrl.orchestrator.notices import at_start
 from agentrl.orchestrator.watch import ProcessLostError, Watch, with_pulse
 from agentrl.processes.signals import cancel_on_signals, stderr_to, write_log_to
 from agentrl.processes.warden import Warden
@@ -83,7 +83,8 @@ def train(cfg: Config) -> int:
         progress = stack.enter_context(Progress(f"agentrl train · {run.path.name}", cfg.num_rollout))
         progress.resume_at(start)
         progress.log(Text(f"run folder  {run.path}"))
-        progress.warn(demo_alone(cfg))
+        for note in at_start(cfg):
+            progress.warn(note)
         for passed_over in source.passed_over if source else ():
             progress.log(Text(f"passed over {passed_over}"))
         try:

@@ -1,11 +1,25 @@
-"""What a person should hear of a rollout that goes through and yet does not go well."""
+"""What a person should hear of a start, or of a rollout, that goes through and yet does not go well."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
+import psutil
+
+from agentrl.config.presets import demo_alone
+from agentrl.config.schema import Config
 from agentrl.data.episodes import by_episode
+from agentrl.engines.world import World
+from agentrl.planning import short_of_memory
 from agentrl.types import Group, Outcome
+
+
+def at_start(cfg: Config) -> list[str]:
+    """What to know before a run starts."""
+    here = not os.environ.get("RAY_ADDRESS") and not World.here().has_gpu
+    notes = [demo_alone(cfg), short_of_memory(cfg, psutil.virtual_memory().available) if here else None]
+    return [note for note in notes if note]
 
 
 def lost_episodes(groups: Sequence[Group]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -60,6 +61,16 @@ def test_what_a_start_refuses_is_refused(
     Path("file").touch()
     assert dry_run(*flags) == code
     assert says in capsys.readouterr().err
+
+
+def test_a_machine_with_too_little_memory_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run() == 0
+    assert "are free" not in capsys.readouterr().out
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 << 20))
+    assert dry_run() == 0
+    assert "64.0 MiB are free" in capsys.readouterr().out
 
 
 def test_too_few_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
