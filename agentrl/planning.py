@@ -319,8 +319,9 @@ class Plan:
         pairs = [(name, getattr(cfg, name)) for name in names if getattr(cfg, name) != getattr(default, name)]
         words = [word for name, value in pairs for word in (f"--{name.replace('_', '-')}", str(value))]
         words += ["--use-distributed-optimizer"] if cfg.use_distributed_optimizer else []
-        for name, value in cfg.megatron.items():
-            words += [f"--{name.replace('_', '-')}", str(value)]
+        words += ["--sequence-parallel"] if cfg.sequence_parallel else []
+        for name in _FULL:
+            words += [f"--{name.replace('_', '-')}", str(cfg.megatron[name])] if name in cfg.megatron else []
         return words
 
 
@@ -334,7 +335,10 @@ def plans(cfg: Config, shape: Shape, gpus: int, gpu_bytes: float) -> Iterator[Pl
     Better is: half of the GPUs for each side, then fewer ranks to a copy of the model, then without computing
     activations twice, then smaller engines. Ranks that are replicas share the optimizer's state.
     """
-    shared = gpus == 1
+    shared = gpus == 1  # by one rank and one engine
+    in_step = cfg.global_batch_size or cfg.rollout_batch_size * cfg.n_samples_per_prompt // (
+        cfg.num_steps_per_rollout or 1
+    )
     if cfg.actor_num_gpus_per_node is not None or cfg.model_parallel_size > 1:
         ranks = cfg.actor_num_gpus_per_node or cfg.model_parallel_size
         layouts: list[tuple[int, int, dict]] = [
@@ -348,17 +352,24 @@ def plans(cfg: Config, shape: Shape, gpus: int, gpu_bytes: float) -> Iterator[Pl
         layouts = sorted(product(divides, stages, recompute), key=lambda x: (x[0] * x[1], len(x[2]), x[1]))
         sides = sorted(range(1, max(gpus, 2)), key=lambda n: (abs(2 * n - gpus), n))
     for ranks, (tensor, stages_, megatron) in product(sides, layouts):
-        left = gpus if shared else gpus - ranks
+        left = gpus - ranks + shared
         for each in _SIZES if cfg.rollout_num_gpus_per_engine == 1 else [cfg.rollout_num_gpus_per_engine]:
-            if ranks % (tensor * stages_) or left < each or shape.heads % each or shape.groups % each:
+            engines = cfg.rollout_num_engines or max(1, (cfg.rollout_num_gpus or left) // each)
+            if cfg.rollout_num_gpus not in (None, engines * each):
+                continue
+            if ranks % (tensor * stages_) or left < engines * each or shape.heads % each or shape.groups % each:
                 continue
             chosen = cfg.replace(
                 actor_num_gpus_per_node=ranks,
                 tensor_model_parallel_size=tensor,
                 pipeline_model_parallel_size=stages_,
                 megatron=megatron,
-                rollout_num_engines=cfg.rollout_num_engines or left // each,
+                rollout_num_engines=engines,
                 rollout_num_gpus_per_engine=each,
                 use_distributed_optimizer=cfg.use_distributed_optimizer or ranks > tensor * stages_,
+                # Megatron splits a mixture of experts by tensor only so.
+                sequence_parallel=cfg.sequence_parallel or (tensor > 1 and shape.experts > 0),
             )
+            if chosen.data_parallel_size > in_step:  # each needs an episode a step
+                continue
             yield Plan(chosen, memory_of(chosen, shape, "cuda"), gpu_bytes, shared)

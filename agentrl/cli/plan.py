@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
     if not tried:
         raise ConfigError(
             f"--gpus {given.gpus}: no layout of the model ({shape.heads} heads, {shape.groups} groups, {shape.layers} "
-            "layers) with ranks and an engine. Give more GPUs, or other parallel sizes."
+            "layers) with ranks, the engines and an episode a step for each replica. Give more GPUs, or other sizes."
         )
     plan = next((p for p in tried if p.fits), min(tried, key=lambda p: p.memory.trainer / p.trainer_room))
     chosen = plan.config
@@ -99,6 +99,6 @@ def _kept(argv: Sequence[str]) -> list[str]:
 _SAID_AGAIN = (
     *("--gpus", "--gpu-memory", "--actor-num-gpus-per-node", "--tensor-model-parallel-size", "--recompute-granularity"),
     *("--recompute-method", "--recompute-num-layers", "--pipeline-model-parallel-size", "--rollout-num-engines"),
-    *("--rollout-num-gpus-per-engine", "--use-distributed-optimizer"),
+    *("--rollout-num-gpus-per-engine", "--use-distributed-optimizer", "--sequence-parallel"),
 )
 """What the plan writes out itself."""

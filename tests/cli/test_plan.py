@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -86,6 +87,38 @@ def test_the_command_is_one_that_train_takes(capsys: pytest.CaptureFixture[str])
     assert words[:2] == ["agentrl", "train"]
     config = load_config(words[2:])
     assert (config.lr, config.world_size, config.rollout_num_engines) == (1e-4, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--gpus", "1", "--tensor-model-parallel-size", "2"],
+        ["--gpus", "1", "--rollout-num-engines", "2"],
+        ["--gpus", "2", "--rollout-num-engines", "2"],
+        ["--gpus", "2", "--rollout-num-gpus", "2"],
+        ["--gpus", "8", "--actor-num-gpus-per-node", "4", "--global-batch-size", "2"],
+    ],
+)
+def test_a_layout_that_a_start_would_refuse_is_not_planned(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *flags]) == 2
+    assert "no layout" in capsys.readouterr().err
+
+
+def test_what_was_given_to_megatron_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--attention-dropout", "0.1", "--recompute-granularity", "selective"]
+    assert main(["plan", "--gpus", "4", *given]) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert words.count("--attention-dropout") == words.count("--recompute-granularity") == 1
+
+
+def test_a_mixture_of_experts_is_split_by_tensor_only_with_its_sequences() -> None:
+    mixture = dataclasses.replace(LARGE, experts=1_000_000)
+    layouts = [p for p in plans(Config(dtype="bf16"), mixture, 8, 80 * GIB) if p.config.tensor_model_parallel_size > 1]
+    assert layouts and all("--sequence-parallel" in p.flags() for p in layouts)
+    dense = plans(Config(dtype="bf16"), LARGE, 8, 80 * GIB)
+    assert not any("--sequence-parallel" in p.flags() for p in dense)
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
