@@ -67,7 +67,9 @@ class OpenAITool(Tool, described=False):
         given = definition.get("function", definition) if isinstance(definition, Mapping) else definition
         if not isinstance(given, Mapping):
             raise ConfigError(f"a definition is {{'type': 'function', 'function': {{...}}}}, got {definition!r:.120}")
-        name, parameters = given.get("name"), {"type": "object", **(given.get("parameters") or {})}
+        name, parameters = given.get("name"), given.get("parameters") or {}
+        if isinstance(parameters, Mapping):
+            parameters = {"type": "object", **parameters}
         tool = {"type": definition.get("type", "function"), "function": {**given, "parameters": parameters}}
         if problem := problem_of(tool):
             raise ConfigError(problem)

@@ -116,6 +116,7 @@ def test_no_pattern_is_slow_beside_unusual_keywords():
         (definition("no spaces please"), book, "function.name: 'no spaces please' does not match"),
         (definition(description=""), book, "function.description"),
         (definition(parameters={"type": "string"}), book, "'object' was expected"),
+        (definition(parameters=["nights"]), book, r"function.parameters: \['nights'\] is not of type 'object'"),
         (definition(parameters={"not": 3}), book, "are no JSON schema"),
         (definition(), {"book": None}, "needs a function"),
         ([definition(), definition("cancel")], book, "2 definitions need their functions by name"),
