@@ -64,6 +64,8 @@ class EngineService:
             EngineError: no engine is left, or :meth:`end_episodes` was called.
         """
         self._playing = episodes
+        if self._ending:  # between two held-out sets, say
+            episodes.cancel()
         try:
             return await unless_broken(episodes, lambda: self.pool.broken)
         except asyncio.CancelledError:

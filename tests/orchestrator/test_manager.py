@@ -371,3 +371,15 @@ def test_a_rollout_that_waited_out_its_time_for_the_engine_says_so(caplog: pytes
     with pytest.raises(AgentRLError, match=r"2 episodes a task .* 0 of 2 failed, 2 ran out of time \(all of it\)"):
         refuse_if_incomparable([Group("g", task, late)], set())
     assert "not trained on: of 2 episodes, 2 ran out of time" in caplog.text
+
+
+async def test_a_run_that_is_ending_begins_no_other_set(manager: RolloutManager) -> None:
+    begun = []
+
+    async def play() -> None:
+        begun.append(True)
+
+    await manager.engines.end_episodes()
+    with pytest.raises(EngineError, match="the run is ending"):
+        await manager.engines.unless_broken(asyncio.ensure_future(play()))
+    assert not begun
