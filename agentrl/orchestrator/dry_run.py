@@ -7,13 +7,14 @@ import os
 from pathlib import Path
 
 from agentrl.config.schema import Config
-from agentrl.data.run_folder import new_folder
+from agentrl.data.account import load_source
+from agentrl.data.run_folder import RunDir, new_folder
 from agentrl.engines.options import engine_threads
 from agentrl.engines.world import World
 from agentrl.errors import StorageError
 from agentrl.orchestrator.cluster import bundles_of
 from agentrl.orchestrator.launch import checked, find_start, weights_place
-from agentrl.orchestrator.loop import due
+from agentrl.orchestrator.loop import due, evaluates_at_start
 from agentrl.orchestrator.manager import open_template
 from agentrl.orchestrator.notices import at_start
 from agentrl.planning import Shape, memory_of
@@ -34,6 +35,8 @@ def dry_run(cfg: Config) -> None:
     world = None if os.environ.get("RAY_ADDRESS") else World.here()
     if world is not None:
         bundles_of(cfg, world)
+    if cfg.data_source_path:
+        load_source(cfg.data_source_path, cfg)
     with contextlib.ExitStack() as stack:
         held, source = find_start(cfg, stack)
     start = source.step if source else 0
@@ -43,7 +46,7 @@ def dry_run(cfg: Config) -> None:
     memory = memory_of(cfg, Shape.of(str(cfg.hf_checkpoint)), world.device if world else "cuda")
     sections = {
         "placement": _placement(cfg, world),
-        "batch": _batch(cfg, start),
+        "batch": _batch(cfg, held, start),
         "memory": memory.lines(),
         "paths": paths,
     }
@@ -86,7 +89,7 @@ def _placement(cfg: Config, world: World | None) -> Section:
     ]
 
 
-def _batch(cfg: Config, start: int) -> Section:
+def _batch(cfg: Config, held: RunDir | None, start: int) -> Section:
     size, steps = cfg.global_batch_size or 1, cfg.num_steps_per_rollout or 1
     episodes, context = size * steps, cfg.rollout_max_context_len
     on_rank = -(-size // cfg.data_parallel_size)
@@ -109,21 +112,22 @@ def _batch(cfg: Config, start: int) -> Section:
         ("the run", f"{cfg.num_rollout - start} rollouts, {(cfg.num_rollout - start) * steps} optimizer steps"),
     ]
     if cfg.eval_interval:
-        first = start if cfg.eval_before_train and not start else start + 1
-        at = [n for n in range(first, cfg.num_rollout + 1) if due(n, cfg.eval_interval, cfg.num_rollout)]
+        at = [n for n in range(start + 1, cfg.num_rollout + 1) if due(n, cfg.eval_interval, cfg.num_rollout)]
+        at = [start, *at] if evaluates_at_start(cfg, held, start) else at
         listed = ", ".join(map(str, at[:6])) + (f", ... {at[-1]}" if len(at) > 6 else "")
-        lines.append(("evaluations", f"after rollouts {listed}: {cfg.eval_tasks} tasks of each set at most"))
+        what = f"after rollouts {listed}: {cfg.eval_tasks} tasks of each set at most" if at else "none are left"
+        lines.append(("evaluations", what))
     return lines
 
 
 def _paths(cfg: Config, folder: Path, source: str | None) -> Section:
-    weights = weights_place(cfg, folder)
+    weights, saves = weights_place(cfg, folder), cfg.save_interval or cfg.best_metric
     lines = [
         ("model", str(cfg.hf_checkpoint)),
         ("reference", cfg.ref_load),
         ("goes on from", source),
         ("run folder", str(folder)),
-        ("checkpoints", str(Path(cfg.save) if cfg.save else folder / "checkpoints") if cfg.save_interval else None),
+        ("checkpoints", str(Path(cfg.save) if cfg.save else folder / "checkpoints") if saves else None),
         ("weights", f"a folder in {weights or 'the folder for temporary files'}"),
         ("export", cfg.save_hf),
     ]

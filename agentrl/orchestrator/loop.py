@@ -169,10 +169,11 @@ def due(version: int, interval: int, total: int) -> bool:
     return interval > 0 and (version % interval == 0 or version == total)
 
 
-def evaluates_at_start(cfg: Config, run: RunDir, start: int) -> bool:
-    """Whether the weights that a run starts with, after ``start`` rollouts, are evaluated: not if that is on record."""
+def evaluates_at_start(cfg: Config, run: RunDir | None, start: int) -> bool:
+    """Whether the weights that a run starts with, after ``start`` rollouts, are evaluated: not if that is on record.
+    ``run`` is None where there is no folder yet."""
     wanted = due(start, cfg.eval_interval, cfg.num_rollout) if start else cfg.eval_interval and cfg.eval_before_train
-    return bool(wanted) and start not in {evaluation["step"] for evaluation in run.evaluations()}
+    return bool(wanted) and start not in {evaluation["step"] for evaluation in (run.evaluations() if run else ())}
 
 
 async def together(*work: Awaitable[object]) -> None:

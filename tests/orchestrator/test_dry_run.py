@@ -52,6 +52,7 @@ def test_what_would_run_is_printed_and_nothing_is_started_or_made(capsys: pytest
         (["--load", "taken", "--output-dir", "other"], 3, "checkpoint"),
         (["--save-hf", "file/model"], 4, "cannot be written"),
         (["--actor-num-nodes", "2"], 2, "RAY_ADDRESS"),
+        (["--data-source-path", "nowhere:Tasks"], 2, "--data-source-path"),
     ],
 )
 def test_what_a_start_refuses_is_refused(
@@ -86,3 +87,11 @@ def test_a_run_that_goes_on_is_named_and_left_as_it_is(tmp_path: Path, capsys: p
     assert main(["train", "--load", str(folder), "--dry-run"]) == 0
     assert f"run folder {folder}" in " ".join(capsys.readouterr().out.split())
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+
+
+def test_an_evaluation_that_is_on_record_is_not_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    with RunDir.create(load_config(["--env", "search", "--output-dir", str(folder), "--no-tensorboard"])) as run:
+        run.log_evaluation(0, {})
+    assert main(["train", "--load", str(folder), "--dry-run"]) == 0
+    assert "after rollouts 3, 6" in " ".join(capsys.readouterr().out.split())
