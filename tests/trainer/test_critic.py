@@ -86,6 +86,12 @@ def test_a_critic_of_the_policys_model_starts_at_zero_and_learns_returns(make_tr
     assert losses[0][1] == 0 and losses[-1][1] > 0.8
 
 
+def test_a_step_whose_episodes_are_all_masked_has_no_loss(make_trainer):
+    trainer, batch = make_trainer(**PPO), random_batch(4)
+    report = train(trainer, batch.with_columns(in_loss=np.zeros(batch.num_tokens, np.uint8)))
+    assert report["critic/value_loss"] == report["critic/value_clip_fraction"] == report["critic/grad_norm"] == 0
+
+
 def test_no_other_algorithm_has_a_critic(make_trainer):
     trainer = make_trainer()
     assert trainer.critic is None and list(trainer.parts) == ["policy"]

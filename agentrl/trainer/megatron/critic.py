@@ -70,10 +70,11 @@ class Critic:
             weight = self.algorithm.aggregate(batch, step.samples) * core.scale(step)
             results = core.run(batch.with_columns(weight=weight.astype(np.float32)), step, self._loss)
             sums, _ = core.reduce(results, SUMS)
+            total = sums["weight"] or 1.0  # 0 where all episodes of the step are masked
             updated, norm, rate = core.update()
             report = {
-                "critic/value_loss": sums["value_loss"] / sums["weight"],
-                "critic/value_clip_fraction": sums["value_clip_fraction"] / sums["weight"],
+                "critic/value_loss": sums["value_loss"] / total,
+                "critic/value_clip_fraction": sums["value_clip_fraction"] / total,
                 "critic/grad_norm": norm,
                 "critic/lr": rate,
                 "critic/steps_skipped": float(not updated),
