@@ -145,7 +145,7 @@ class Sink:
         if not groups:
             return None
         chosen = self.algorithm.select(groups)
-        refuse_if_incomparable(groups, chosen)
+        refuse_if_untrainable(groups, chosen, compares=self.algorithm.compares)
         batch = TrainBatch.from_groups(groups, chosen)
         collected = Collected(batch, groups, self._lost, " ".join(self._dropped) or None)
         self._in_training = self.step, collected
@@ -180,8 +180,8 @@ class Sink:
         )
 
 
-def refuse_if_incomparable(groups: list[Group], chosen: set[str]) -> None:
-    """Raises AgentRLError where no episode is chosen to be trained on."""
+def refuse_if_untrainable(groups: list[Group], chosen: set[str], *, compares: bool) -> None:
+    """Raises AgentRLError where no episode is chosen to be trained on, by an algorithm that ``compares`` or not."""
     failed, total = failures(groups)
     for episode in failed[:3]:
         log.warning("episode %s: %s: %s", episode.episode_id, episode.stop_reason, episode.error)
@@ -189,10 +189,12 @@ def refuse_if_incomparable(groups: list[Group], chosen: set[str]) -> None:
     late = f", {len(waited)} ran out of time ({waited[-1].error})" if waited else ""
     if waited:
         log.warning("not trained on: of %d episodes%s", total, late)
-    if not chosen:
-        raise AgentRLError(
-            f"no group of this rollout has two episodes that can be compared, so there is nothing to train on: "
-            f"{total // len(groups)} episodes a task were asked for (--n-samples-per-prompt, at least 2 where "
-            f"they are compared), "
-            f"{len(failed)} of {total} failed{late}"
-        )
+    if chosen:
+        return
+    lost = f"{len(failed)} of {total} failed{late}"
+    if not compares:
+        raise AgentRLError(f"no episode of this rollout can be trained on: {lost}")
+    raise AgentRLError(
+        f"no group of this rollout has two episodes that can be compared, so there is nothing to train on: "
+        f"{total // len(groups)} episodes a task were asked for (--n-samples-per-prompt, at least 2), {lost}"
+    )

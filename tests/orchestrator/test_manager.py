@@ -17,7 +17,7 @@ from agentrl.errors import AgentRLError, DataError, EngineError, EnvError
 from agentrl.orchestrator import manager as module
 from agentrl.orchestrator.engine_service import EngineService, weight_sync
 from agentrl.orchestrator.manager import RolloutManager
-from agentrl.orchestrator.sink import refuse_if_incomparable
+from agentrl.orchestrator.sink import refuse_if_untrainable
 from agentrl.tasks.source import TaskSource
 from agentrl.types import Group, Segment, StopReason, Task, Trajectory
 from agentrl.weights.transports.disk import Disk
@@ -369,7 +369,9 @@ def test_a_rollout_that_waited_out_its_time_for_the_engine_says_so(caplog: pytes
         Trajectory(f"t{i}", "g", task, [], [], stop_reason=StopReason.ENGINE_TIMEOUT, error="all of it") for i in (0, 1)
     ]
     with pytest.raises(AgentRLError, match=r"2 episodes a task .* 0 of 2 failed, 2 ran out of time \(all of it\)"):
-        refuse_if_incomparable([Group("g", task, late)], set())
+        refuse_if_untrainable([Group("g", task, late)], set(), compares=True)
+    with pytest.raises(AgentRLError, match=r"^no episode of this rollout can be trained on: 0 of 2 failed, 2 ran out"):
+        refuse_if_untrainable([Group("g", task, late)], set(), compares=False)
     assert "not trained on: of 2 episodes, 2 ran out of time" in caplog.text
 
 
