@@ -77,6 +77,8 @@ _ROPE = {
 _ROPE_ALWAYS = words("rope_type type rope_theta partial_rotary_factor max_position_embeddings")
 
 _FLAG_FOR_WINDOW = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "smollm3")
+_FROM_A_LAYER_ON = ("qwen2", "qwen3")
+"""Of these, the kinds whose layers slide from ``max_window_layers`` on."""
 
 
 def known(model_type: str | None) -> frozenset[str]:
@@ -150,6 +152,7 @@ def _window(model: Model) -> int | None:
     if kinds is not None:
         return window if "sliding_attention" in kinds else None
     if model.get("model_type") in _FLAG_FOR_WINDOW:
-        slides = model.get("use_sliding_window") and model.get("max_window_layers", 28) < model["num_hidden_layers"]
+        first = model.get("max_window_layers", 28) if model["model_type"] in _FROM_A_LAYER_ON else 0
+        slides = model.get("use_sliding_window") and first < model["num_hidden_layers"]
         return window if slides else None
     return window

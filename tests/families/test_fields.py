@@ -34,6 +34,9 @@ DEEPSEEK = {
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({**QWEN, "use_sliding_window": True, "max_window_layers": 2}, "sliding_window 512 is in force"),
         ({**QWEN, "layer_types": ["full_attention", "sliding_attention"]}, "sliding_window 512 is in force"),
+        # In a mixture max_window_layers is no first layer.
+        ({**QWEN, "model_type": "qwen3_moe", "use_sliding_window": True}, "sliding_window 512 is in force"),
+        ({**QWEN, "model_type": "qwen2_moe", "use_sliding_window": True}, "sliding_window 512 is in force"),
         ({**LLAMA, "sliding_window": 1024}, "sliding_window 1024 is in force"),
         ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({**LLAMA, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
