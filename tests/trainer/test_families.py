@@ -109,6 +109,22 @@ def test_the_reference_of_a_mixture_is_the_checkpoint_it_started_from(make_train
     assert np.abs(log_probs(trainer, batch) - before).max() > 1e-4
 
 
+def test_the_biases_of_a_references_routers_are_its_own_after_a_resume_too(make_trainer, tmp_path):
+    path, other = (tiny_checkpoint(tmp_path / name, "deepseek_v3", num_hidden_layers=2) for name in ("model", "other"))
+    tensors = load_file(f"{other}/model.safetensors")
+    (bias,) = [name for name in tensors if name.endswith("e_score_correction_bias")]
+    save_file({**tensors, bias: tensors[bias].flip(0)}, f"{other}/model.safetensors", {"format": "pt"})
+    options = {"use_kl_loss": True, "ref_load": other, "ref_update_interval": 9}
+    trainer, batch = make_trainer(path, **options), random_batch(4)
+    live, reference = log_probs(trainer, batch), log_probs(trainer, batch, "ref")
+    assert (live != reference).any()
+    trainer.save(tmp_path / "state")
+    trainer = make_trainer(path, **options)
+    trainer.load(tmp_path / "state")
+    assert np.array_equal(log_probs(trainer, batch, "ref"), reference)
+    assert np.array_equal(log_probs(trainer, batch), live)
+
+
 @pytest.mark.parametrize("kind", ["glm4", "qwen2_moe"])
 def test_the_parts_of_tensor_parallel_ranks_make_the_whole(make_trainer, tmp_path, kind):
     core = make_trainer(tiny_checkpoint(tmp_path / "model", kind, num_hidden_layers=1)).policy.core

@@ -476,6 +476,20 @@ def test_reference_log_probabilities_need_a_reference(make_trainer):
         log_probs(make_trainer(), random_batch(2), "ref")
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"rms_norm_eps": 1e-5}, r"layernorm_epsilon is 1e-05, the policy's 1e-06"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "the rotary embedding is .*500000"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings is False, the policy's True"),
+    ],
+)
+def test_a_reference_that_is_computed_in_another_way_is_refused(make_trainer, tmp_path, changes, text):
+    path = tiny_checkpoint(tmp_path / "other", **changes)
+    with pytest.raises(ConfigError, match=f"other is not of the policy's architecture: {text}"):
+        make_trainer(use_kl_loss=True, ref_load=path)
+
+
 def test_the_reference_is_refreshed_saved_and_loaded(make_trainer, tmp_path):
     options = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 1}
     trainer, batch = make_trainer(**options), random_batch(6)

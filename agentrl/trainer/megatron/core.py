@@ -104,8 +104,12 @@ class Core:
         self.steps_done = self.steps_skipped = self._in_a_row = 0
 
     def load_hf(self, path: str | Path) -> None:
-        """Set the weights from a Hugging Face checkpoint directory of the same architecture."""
-        models.read_config(path)
+        """Set the weights from a Hugging Face checkpoint directory of the same architecture.
+
+        Raises:
+            ConfigError: its ``config.json`` asks for another model, be it with weights of the same shapes.
+        """
+        models.check_same(models.read_config(path), self.conversion.hf_config, Path(path))
         self.conversion.load(self.model, Path(path))
         self.optimizer.reload_model_params()
 

@@ -77,6 +77,29 @@ def read_config(hf_checkpoint: str | Path) -> PretrainedConfig:
     return config
 
 
+def check_same(given: PretrainedConfig, own: PretrainedConfig, folder: Path) -> None:
+    """Raise ConfigError where the model in ``folder``, whose config is ``given``, is computed in another way than
+    ``own``."""
+    theirs, ours = _computed(given), _computed(own)
+    for key in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(key) != ours.get(key):
+            raise ConfigError(
+                f"{folder} is not of the policy's architecture: {key} is {theirs.get(key)!r:.60}, the policy's "
+                f"{ours.get(key)!r:.60}"
+            )
+
+
+def _computed(hf_config: PretrainedConfig) -> dict[str, Any]:
+    model = hf_config.to_dict()
+    frequencies, scale = _rotary(hf_config)
+    return {
+        **families.family(hf_config.model_type).settings(model),
+        "model_type": hf_config.model_type,
+        "tie_word_embeddings": bool(getattr(hf_config, "tie_word_embeddings", False)),
+        "the rotary embedding": (rope(model)["rope_type"], rope(model)["rope_theta"], scale, frequencies.tolist()),
+    }
+
+
 def make_conversion(
     hf_config: PretrainedConfig, options: TrainerOptions, layout: Layout, *, logits: bool = True
 ) -> Conversion:

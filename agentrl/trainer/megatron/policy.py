@@ -37,11 +37,10 @@ class Policy:
         self._stop = agreement.Bounds.of(options, gpu=core.device.type == "cuda").stop
         self._copies = WeightCopies(core.model)
         if "ref" in algorithm.infers(1):
-            if options.ref_load:
-                core.load_hf(options.ref_load)
-            self._copies.keep("ref")
-            if options.ref_load:
-                core.load_hf(core.hf_checkpoint)
+            if options.ref_load and Path(options.ref_load) != core.hf_checkpoint:
+                self.load_reference(Path(options.ref_load))
+            else:
+                self._copies.keep("ref")
 
     @property
     def has_reference(self) -> bool:
@@ -58,9 +57,10 @@ class Policy:
             self.core.save_hf(folder)
 
     def load_reference(self, folder: Path) -> None:
-        """Take the reference from what :meth:`save_reference` wrote. The live weights are to be loaded after it."""
+        """Take the reference from a Hugging Face directory. The live weights are those of the checkpoint then."""
         self.core.load_hf(folder)
         self._copies.keep("ref")
+        self.core.load_hf(self.core.hf_checkpoint)
 
     def infer(self, batch: TrainBatch, name: str) -> np.ndarray:
         """Log-probabilities of the sampled tokens under the live (``old``) or the reference (``ref``) weights.
