@@ -51,7 +51,6 @@ def micro_batch(batch: TrainBatch, samples: Sequence[int], *, multiple_of: int =
     tokens[: len(places)] = batch.tokens[places]
     sampled = np.flatnonzero(batch.loss_mask[places])
     at = places[sampled]
-    columns = {**batch.columns, **{name: getattr(batch, name) for name in BORDERS}}
     return MicroBatch(
         tokens=tokens,
         positions=np.concatenate([np.arange(n, dtype=np.int64) for n in lengths]),
@@ -59,5 +58,10 @@ def micro_batch(batch: TrainBatch, samples: Sequence[int], *, multiple_of: int =
         rows=sampled - 1,
         targets=tokens[sampled],
         at=at,
-        columns={name: values[at] for name, values in columns.items()},
+        columns={name: values[at] for name, values in token_columns(batch).items()},
     )
+
+
+def token_columns(batch: TrainBatch) -> dict[str, np.ndarray]:
+    """What a loss may ask of each token, [T]."""
+    return {**batch.columns, **{name: getattr(batch, name) for name in BORDERS}}

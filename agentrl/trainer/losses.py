@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -201,14 +202,11 @@ class Loss:
             sums |= {"weight": weight.sum(), "sampled_tokens": weight.new_tensor(d.numel())}
             return total, sums, d.abs().max() if d.numel() else d.new_zeros(())
 
-    def names(self) -> list[str]:
-        """Names of the sums, the same on every rank, also one that has no last layer."""
-        none = torch.zeros(0)
-        of_critic = ("values", "returns")
-        floats = ("weight", "rollout", "versions", "old", "ref", "advantage", "log_ratio", "correction", *of_critic)
-        columns = dict.fromkeys(floats, none)
-        whose = dict.fromkeys(("sequence", "trajectory", "turn", "group"), none.long())
-        return list(self(Tokens(none, none, columns | whose))[1])
+    def names(self, columns: Mapping[str, np.ndarray]) -> list[str]:
+        """Names of the sums, the same on every rank, also one that has no last layer: those of no token, which has
+        these columns."""
+        none = {name: torch.from_numpy(np.empty(0, values.dtype)) for name, values in columns.items()}
+        return list(self(Tokens(torch.zeros(0), torch.zeros(0), none))[1])
 
 
 MISMATCH = ("train/logprob_abs_diff_mean", "train/logprob_abs_diff_max", "train/rollout_kl", "train/ess")

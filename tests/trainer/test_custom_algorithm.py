@@ -43,6 +43,19 @@ class Cloning(LeaveOneOut):
         return batch["old"] - batch["rollout"] < 1
 
 
+class ByAge(Cloning):
+    """A term of columns that only some batches have."""
+
+    def prepare(self, batch):
+        return super().prepare(batch) | {"difficulty": np.ones(batch.num_tokens, np.float32)}
+
+    def likelihood(self, tokens, options):
+        from agentrl.trainer.losses import Term
+
+        more = {"known": tokens["ref"]} if "ref" in tokens.columns else {}
+        return Term("nll", -tokens.logprobs * tokens["difficulty"], metrics=more)
+
+
 class Flat(Cloning):
     def credit(self, batch):
         return self.rewards(batch)
@@ -95,6 +108,13 @@ def test_a_term_and_a_correction_of_ones_own(make_trainer, spec):
     assert metrics["train/nll"] == pytest.approx(-before[good].sum() / batch.num_sampled)
     assert metrics["train/loss"] == pytest.approx(metrics["train/nll"])
     assert log_probs(trainer, batch)[good].sum() > before[good].sum()
+
+
+def test_a_term_may_read_columns_of_ones_own_and_look_whether_one_is_there(make_trainer, spec):
+    trainer, batch = make_trainer(advantage_estimator=spec("ByAge"), **QUIET), random_batch(9)
+    before = log_probs(trainer, batch)
+    metrics, _ = step(trainer, fresh(batch))
+    assert metrics["train/nll"] == pytest.approx(-before.sum() / batch.num_sampled) and "train/known" not in metrics
 
 
 def test_what_is_no_algorithm_is_refused(spec):

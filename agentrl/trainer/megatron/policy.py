@@ -11,6 +11,7 @@ from torch import Tensor
 from agentrl.algorithms import Algorithm, TrainBatch
 from agentrl.errors import ConfigError
 from agentrl.trainer import agreement
+from agentrl.trainer.batch import token_columns
 from agentrl.trainer.losses import MISMATCH, Loss, Tokens, metrics_of
 from agentrl.trainer.megatron.core import Core, Packed
 from agentrl.trainer.megatron.log_probs import log_probs
@@ -115,8 +116,9 @@ class Policy:
                 current = batch["old"] if inferred else self._log_probs(batch, step)
                 log_ratio = self.algorithm.log_ratio(batch.with_columns(current=current))
                 columns["log_ratio"] = log_ratio.astype(np.float32)
-            results = core.run(batch.with_columns(**columns), step, self._head(keep))
-            report = metrics_of(*core.reduce(results, self.loss.names()), scale)
+            whole = batch.with_columns(**columns)
+            results = core.run(whole, step, self._head(keep))
+            report = metrics_of(*core.reduce(results, self.loss.names(token_columns(whole))), scale)
             # Engine against trainer can be compared only before the first update moves the weights.
             agreement.refuse(report, 0.0 if reports else self._stop)
             if not reports and "age" in batch.columns:
