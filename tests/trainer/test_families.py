@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,6 +151,22 @@ def test_experts_that_are_spread_over_ranks_have_their_numbers_in_the_whole_mode
     assert second.name(core.model, experts + "local_experts.1.linear_fc1.weight") == experts + "3.linear_fc1.weight"
     assert second.name(core.model, experts + "linear_fc2.weight0") == experts + "2.linear_fc2.weight"
     assert second.spread(experts + "2.linear_fc2.weight") and not second.spread("decoder.layers.0.mlp.router.weight")
+
+
+def test_a_stage_whose_layers_are_all_dense_has_a_state_that_loads(make_trainer, tmp_path):
+    core = make_trainer(tiny_checkpoint(tmp_path / "model", "glm4_moe", num_hidden_layers=1)).policy.core
+    from agentrl.trainer.megatron.state import _SavedTensors
+
+    state = core._state
+    # One process, as the one that writes of a layout whose experts are spread.
+    state._layout = replace(core.layout, ep=2)
+    state._conversion = replace(core.conversion, layout=state._layout)
+    state.save(tmp_path / "state", {})
+    shutil.copy(tmp_path / "state/experts-ep0-pp0.safetensors", tmp_path / "state/experts-ep1-pp0.safetensors")
+    saved = _SavedTensors(tmp_path / "state", {"tp": 1, "pp": 1, "ep": 2}, core.conversion)
+    name = "decoder.layers.0.mlp.linear_fc2.weight"
+    parameter = core.conversion.tensors(core.model)[name]
+    assert torch.equal(saved.local("weight", name, parameter), parameter)
 
 
 @pytest.mark.parametrize("kind", ["qwen2_moe", "deepseek_v3"])

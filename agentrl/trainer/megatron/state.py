@@ -83,7 +83,7 @@ class ModelState:
                     file[f"{kind}/{name}"] = value.detach().to("cpu", copy=True).contiguous()
         if layout.dp_rank == 0:
             save_tensors(tensors, folder / f"model-tp{layout.tp_rank}-pp{layout.pp_rank}.safetensors")
-        if experts and layout.edp_rank == 0:
+        if layout.ep > 1 and layout.edp_rank == 0:  # also of a stage without experts: it is known by its number
             save_tensors(experts, folder / f"experts-ep{layout.ep_rank}-pp{layout.pp_rank}.safetensors")
         save_tensors(_random_states(), folder / f"random-{layout.rank:05d}.safetensors")
         if layout.rank == 0:
