@@ -165,7 +165,7 @@ class Algorithm:
         ``advantage``, ``correction``, ``returns``.
 
         Raises:
-            ConfigError: one of them has another shape than [T].
+            ConfigError: one of them has another shape than [T], or there is a critic and nothing that it is to learn.
         """
         columns: dict[str, np.ndarray] = {}
         if self.options.use_rollout_logprobs:
@@ -174,6 +174,11 @@ class Algorithm:
         given = {
             "advantage": self.credit(batch), "correction": self.correction(batch), "returns": self.returns(batch)
         }  # fmt: skip
+        if "values" in self.needs and given["returns"] is None:
+            raise ConfigError(
+                f"--advantage-estimator {self.name}: its `needs` name values, so there is a critic, but its "
+                "returns(batch) does not say what that is to learn: give one number a token"
+            )
         for name, values in given.items():
             if values is None:
                 continue

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.algorithms import TrainBatch, load_algorithm
-from agentrl.algorithms.ppo import gae
+from agentrl.algorithms.ppo import PPO, gae
 from agentrl.config.schema import AlgorithmOptions
+from agentrl.errors import ConfigError
 from agentrl.types import Group, Segment, Task, Trajectory
 
 TASK = Task("task", 0)
@@ -149,3 +150,13 @@ def test_kl_is_taken_from_the_reward_of_each_token(level, expected):
     batch = batch.with_columns(ref=batch["rollout"] - difference)
     advantage, _ = prepared(batch, [0, 0, 0], kl_coef=0.5, lambd=0.0, credit_level=level)
     assert advantage.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_critic_with_nothing_to_learn_is_refused():
+    class Unsaid(PPO):
+        def returns(self, batch):
+            return None
+
+    batch = batch_of(trajectory("t", [0, 1], reward=1.0))
+    with pytest.raises(ConfigError, match=r"there is a critic, but its returns\(batch\) does not say"):
+        Unsaid(AlgorithmOptions()).prepare(batch.with_columns(values=np.zeros(2, np.float32)))
