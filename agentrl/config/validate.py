@@ -271,8 +271,13 @@ def _layout(config: Config) -> Iterator[str]:
 
 
 def _numbers(config: Config) -> Iterator[str]:
-    if config.lr_warmup_steps > config.total_steps:
-        yield f"--lr-warmup-steps {config.lr_warmup_steps} is more than the run's {config.total_steps} optimizer steps."
+    if config.lr_warmup_steps > (steps := _policy_steps(config)):
+        yield f"--lr-warmup-steps {config.lr_warmup_steps} is more than the policy's {steps} optimizer steps."
+    if config.critic_lr_warmup_steps > config.total_steps:
+        yield (
+            f"--critic-lr-warmup-steps {config.critic_lr_warmup_steps} is more than the critic's {config.total_steps} "
+            "optimizer steps."
+        )
     yield from _schedules(config)
     if config.min_lr > config.lr:
         yield f"--min-lr {config.min_lr:g} is more than --lr {config.lr:g}."
@@ -296,8 +301,14 @@ def _numbers(config: Config) -> Iterator[str]:
         )
 
 
+def _policy_steps(config: Config) -> int:
+    """Optimizer steps of the policy, over which its learning rate goes its way."""
+    rollouts = max(0, config.num_rollout - config.num_critic_only_steps)
+    return rollouts * (config.num_steps_per_rollout or 1)
+
+
 def _schedules(config: Config) -> Iterator[str]:
-    decay, left = config.lr_wsd_decay_steps, config.total_steps - config.lr_warmup_steps
+    decay, left = config.lr_wsd_decay_steps, _policy_steps(config) - config.lr_warmup_steps
     if config.lr_decay_style == "WSD" and decay is None:
         yield "--lr-decay-style WSD needs --lr-wsd-decay-steps: the last optimizer steps, over which it decays."
     elif config.lr_decay_style == "WSD" and decay is not None and decay > left:

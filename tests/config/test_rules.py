@@ -71,6 +71,14 @@ def test_a_derived_batch_always_satisfies_the_rule(batch, samples, size, steps):
             ("--rollout-num-engines 3", "--rollout-num-gpus is 4"),
         ),
         (("--lr-warmup-steps", "1000"), ("--lr-warmup-steps 1000", "100 optimizer steps")),
+        (
+            ("--advantage-estimator", "ppo", "--num-critic-only-steps", "60", "--lr-warmup-steps", "50"),
+            ("--lr-warmup-steps 50 is more than the policy's 40 optimizer steps",),
+        ),
+        (
+            ("--advantage-estimator", "ppo", "--critic-lr-warmup-steps", "101"),
+            ("--critic-lr-warmup-steps 101 is more than the critic's 100 optimizer steps",),
+        ),
         (("--eps-clip", "0.3", "--eps-clip-high", "0.2"), ("--eps-clip-high 0.2", "--eps-clip 0.3")),
         (("--kl-loss-coef", "0.1"), ("--kl-loss-coef has no effect without --use-kl-loss",)),
         (("--micro-batch-size", "4"), ("--micro-batch-size has no effect", "--no-use-dynamic-batch-size")),
