@@ -294,7 +294,8 @@ def _numbers(config: Config) -> Iterator[str]:
     if (config.overlong_buffer_len or 0) > (config.overlong_max_len or math.inf):
         buffer, longest = config.overlong_buffer_len, config.overlong_max_len
         yield f"--overlong-buffer-len {buffer} is more than --overlong-max-len {longest}."
-    if config.eps_clip_high is not None and config.eps_clip_high < config.eps_clip:
+    ratio = config.advantage_estimator != "cispo"  # which clips a weight, and as published only from above
+    if ratio and config.eps_clip_high is not None and config.eps_clip_high < config.eps_clip:
         yield (
             f"--eps-clip-high {config.eps_clip_high:g} is less than --eps-clip {config.eps_clip:g}: the upper "
             "range is the wider one."

@@ -155,6 +155,8 @@ def test_engines_follow_from_gpus(load):
 
 def test_clip_and_reference_follow(load, model):
     assert load().eps_clip_high == 0.2
+    cispo = load("--advantage-estimator", "cispo", "--eps-clip", "1", "--eps-clip-high", "0.28")
+    assert cispo.eps_clip_high == 0.28, "no lower bound"
     assert load("--use-kl-loss").ref_load == model
     assert load().ref_load is None
 
