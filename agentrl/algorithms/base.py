@@ -122,8 +122,13 @@ class Algorithm:
             raise ConfigError(
                 "--use-unbiased-kl weighs an estimate whose mean is the divergence: k1, k3 or low_var_kl, not k2."
             )
-        if options.eps_clip_c is not None and "clipped_surrogate" not in self.terms:
-            raise ConfigError(f"--eps-clip-c has no effect: the loss of {self.name} has no clipped surrogate.")
+        for flag, given, term in (
+            ("--eps-clip-c", options.eps_clip_c is not None, "clipped_surrogate"),
+            ("--use-kl-loss", options.use_kl_loss, "kl"),
+            ("--entropy-coef", options.entropy_coef > 0, "entropy"),
+        ):
+            if given and term not in self.terms:
+                raise ConfigError(f"{flag} has no effect: the loss of {self.name} has no term {term}.")
 
     def select(self, groups: Iterable[Group]) -> set[str]:
         """Ids of the trajectories to train on: the trainable ones; where they are compared, those with another of

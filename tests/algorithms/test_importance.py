@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.algorithms import load_algorithm
+from agentrl.algorithms.grpo import GRPO
 from agentrl.algorithms.importance import correction_metrics
 from agentrl.config.schema import AlgorithmOptions
 from agentrl.errors import ConfigError
@@ -128,3 +129,15 @@ def test_what_does_not_go_together_is_refused(options, text):
 def test_what_goes_together_passes():
     algorithm(advantage_estimator="gspo", use_tis=True, tis_level="sequence", use_rs=True).check(8)
     algorithm(use_kl_loss=True, kl_loss_type="k1", use_unbiased_kl=True, eps_clip_c=3.0).check(8)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"use_kl_loss": True}, "--use-kl-loss has no effect"), ({"entropy_coef": 0.1}, "--entropy-coef has no effect")],
+)
+def test_a_loss_that_is_asked_for_a_term_that_it_has_not_is_refused(options, text):
+    class Alone(GRPO):
+        terms = ("clipped_surrogate",)
+
+    with pytest.raises(ConfigError, match=text):
+        Alone(AlgorithmOptions(**options)).check(8)
