@@ -3,8 +3,8 @@
 Runs ``agentrl train --config envs_examples/smollm2/guess.toml`` with SmolLM2, once a seed, and reads what the run
 folders say; ``--runs`` reads finished ones instead::
 
-    python benchmarks/demo_llm.py --seeds 0 1 2 --curve docs/smollm2.svg
-    python benchmarks/demo_llm.py --runs runs/a runs/b --curve docs/smollm2.svg
+    python benchmarks/demo_llm.py --seeds 0 1 2 --curve docs/images/smollm2.svg
+    python benchmarks/demo_llm.py --runs runs/a runs/b --curve docs/images/smollm2.svg
 
 Peak memory is the sum of the proportional set sizes (PSS) of the driver and all that descends from it, sampled every
 two seconds. Targets: held-out success between 10 % and 50 % before, 20 points more after, in every seed, and engine
