@@ -133,7 +133,7 @@ def test_a_rank_that_stands_still_ends_the_run_in_one_sentence(start, tmp_path):
 @pytest.mark.parametrize(
     ("stage", "number", "code"),
     [
-        pytest.param("run folder", signal.SIGINT, 130, marks=pytest.mark.heavy),
+        ("run folder", signal.SIGINT, 130),
         ("run folder", signal.SIGTERM, 143),  # in the middle of Ray's start
         ("starting engines and trainer", signal.SIGINT, 130),
     ],

@@ -435,4 +435,4 @@ def test_a_long_turn_is_parsed_in_no_time(name):
     for text in texts:
         started = time.process_time()
         check(PARSERS[name], text)
-        assert time.process_time() - started < 5.0, text[:80]  # quadratic time would be minutes
+        assert time.process_time() - started < 1.0, text[:80]
