@@ -6,7 +6,6 @@ import asyncio
 import copy
 import json
 import pickle
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from hypothesis import given
 from hypothesis import strategies as st
+from yardstick import within
 
 import agentrl
 from agentrl import wrappers
@@ -381,9 +381,8 @@ def test_truncated_tool_output():
 def test_a_megabyte_of_white_space_is_cut_in_no_time():
     env = wrappers.TruncateToolOutput(Ask(max_tool_output=2_000_000), 10)
     env.reset(seed=0)
-    started = time.perf_counter()
-    assert "more characters cut" in env.step(call("echo", text=f"x{' ' * 1_000_000}y"))[0]
-    assert time.perf_counter() - started < 5.0
+    long = call("echo", text=f"x{' ' * 1_000_000}y")
+    assert "more characters cut" in within(150, lambda: env.step(long))[0]
 
 
 def test_observation_history():

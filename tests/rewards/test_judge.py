@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 from judge_server import JudgeServer, completion, scripted, together, when
+from yardstick import within
 
 import agentrl
 from agentrl.errors import ConfigError, EnvError, InfraError
@@ -142,9 +143,7 @@ def test_no_reply_raises(reply):
 def test_a_long_reply_is_read_quickly():
     for reply in ("score " * 50_000, "1" * 300_000, "score" + " " * 300_000, "1." * 100_000, "verdict:*" * 50_000):
         for form in verdicts.FORMATS:
-            started = time.perf_counter()
-            verdicts.read_score(reply, form, (0, 10))
-            assert time.perf_counter() - started < 2.0
+            within(60, lambda reply=reply, form=form: verdicts.read_score(reply, form, (0, 10)), reply[:20])
 
 
 def test_a_reader_of_ones_own_and_named_parts():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from yardstick import within
 
 import agentrl
 from agentrl import rewards
@@ -90,9 +90,7 @@ def test_no_text_raises(text, answer):
 def test_a_long_text_is_judged_quickly():
     for text in ("\\boxed{" * 20_000, "1" * 200_000, "1," * 100_000, "{" * 100_000, "1" + " " * 100_000 + "x"):
         for wrapped in (text, f"\\boxed{{{text}}}"):
-            started = time.process_time()
-            rewards.math_answer(wrapped, "1")
-            assert time.process_time() - started < 1.0
+            within(30, lambda wrapped=wrapped: rewards.math_answer(wrapped, "1"), wrapped[:20])
 
 
 def test_loading(tmp_path):

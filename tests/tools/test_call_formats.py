@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 from family_calls import (
@@ -27,6 +26,7 @@ from family_calls import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from yardstick import within
 
 from agentrl.errors import ConfigError
 from agentrl.tools.formats import FORMATS, MAX_CALLS, detect_format, get_parser
@@ -433,6 +433,4 @@ def test_a_long_turn_is_parsed_in_no_time(name):
         "; ".join(['{"name": "now", "parameters": {}}'] * 10_000),
     ]
     for text in texts:
-        started = time.process_time()
-        check(PARSERS[name], text)
-        assert time.process_time() - started < 1.0, text[:80]
+        within(30, lambda text=text: check(PARSERS[name], text), text[:80])

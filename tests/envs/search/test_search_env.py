@@ -27,6 +27,7 @@ def call(query: str) -> str:
     return "<tool_call>\n" + json.dumps({"name": "search", "arguments": {"query": query}}) + "\n</tool_call>"
 
 
+TESTS = Path(__file__).parents[2]
 TASK = {"split": "test", "index": 3}  # the employer of Frank Norworth is Terraline Bank, based in Mount Kelbury
 
 
@@ -138,13 +139,13 @@ def test_one_index_serves_the_whole_process():
 
 def test_the_first_environment_of_a_process_is_there_in_seconds():
     code = (
-        "import time; start = time.process_time()\n"
-        "from agentrl.envs.builtin.search import SearchEnv; SearchEnv().reset(seed=0)\n"
-        "import sys; assert not {'torch', 'ray', 'sglang', 'transformers'} & set(sys.modules)\n"
-        "print(time.process_time() - start)"
+        "from yardstick import within\n"
+        "def first():\n    from agentrl.envs.builtin.search import SearchEnv\n    SearchEnv().reset(seed=0)\n"
+        "within(130, first, tries=1)\n"
+        "import sys; assert not {'torch', 'ray', 'sglang', 'transformers'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert float(done.stdout) < 4.0
+    done = subprocess.run([sys.executable, "-c", code], cwd=TESTS, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_topk_and_titles():
