@@ -86,7 +86,7 @@ def paid(make: Any, value: Any) -> float:
     return info.get("agent_rewards", {}).get("one", reward)
 
 
-@pytest.mark.parametrize("value", NUMBERS, ids=repr)
+@pytest.mark.parametrize("value", NUMBERS, ids=lambda value: repr(value).split(" object at")[0])
 def test_numbers_of_all_kinds_are_rewards(value):
     expected = float(value.item() if hasattr(value, "item") else value)
     assert [paid(make, value) for make in (Plain, Pair, Judged, Parts, Turns)] == [expected] * 5
