@@ -1,7 +1,7 @@
 """The trainer's ranks as Ray actors. Each is one :class:`MegatronTrainer`; rank 0 also sends weights.
 
-Every method of :class:`TrainActor` but :meth:`~TrainActor.send` is collective: the driver calls it on all ranks at once
-and waits for all.
+Every method of :class:`TrainActor` but :meth:`~TrainActor.send` and :meth:`~TrainActor.write` is collective: the driver
+calls it on all ranks at once and waits for all.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 from agentrl.algorithms import TrainBatch
 from agentrl.config.schema import TrainerOptions
 from agentrl.data.files import storage_errors
+from agentrl.data.writes import Writes
 from agentrl.errors import AgentRLError
 from agentrl.processes.imports import uncollected
 from agentrl.processes.signals import write_log_to
@@ -69,6 +70,7 @@ class TrainActor:
         self._listener: socket.socket | None = None
         self._folder: str | None = None
         self._failure: Exception | None = None
+        self._put_off = Writes(later=True)
         write_log_to(log_file, log_level, who=f"rank {rank}")
 
     def meeting_point(self) -> str:
@@ -140,20 +142,29 @@ class TrainActor:
         """See :meth:`MegatronTrainer.refresh_reference`."""
         self._loaded.refresh_reference()
 
-    def save(self, path: str) -> None:
-        """See :meth:`MegatronTrainer.save`. Raises StorageError when the disk is full."""
-        with storage_errors(path), timed("saved %s", path):
-            self._loaded.save(path)
+    def save(self, path: str, *, later: bool = False) -> None:
+        """See :meth:`MegatronTrainer.save`. With ``later`` copies are made, and :meth:`write` writes them.
+
+        Raises StorageError when the disk is full.
+        """
+        with storage_errors(path), timed("copied the state for %s" if later else "saved %s", path):
+            self._loaded.save(path, self._put_off if later else None)
 
     def load(self, path: str) -> None:
         """See :meth:`MegatronTrainer.load`."""
         with timed("loaded %s", path):
             self._loaded.load(path)
 
-    def save_hf(self, path: str) -> None:
-        """See :meth:`MegatronTrainer.save_hf`. Raises StorageError when the disk is full."""
+    def save_hf(self, path: str, *, later: bool = False) -> None:
+        """See :meth:`MegatronTrainer.save_hf`; ``later`` and errors as of :meth:`save`."""
         with storage_errors(path):
-            self._loaded.save_hf(path)
+            self._loaded.save_hf(path, self._put_off if later else None)
+
+    def write(self) -> None:
+        """Beside whatever else this rank does: write what was saved for later. Raises StorageError when the disk is
+        full."""
+        with timed("wrote what was copied"):
+            self._put_off.finish()
 
     def publish(self, version: int) -> Snapshot | None:
         """Write the weights of now as ``version``, for engines to load; rank 0 says where. See :class:`Publisher`."""

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from agentrl.algorithms import ALGORITHMS, TrainBatch
 from agentrl.config.schema import OptimizerOptions
+from agentrl.data.writes import Writes
 from agentrl.errors import CheckpointError, ConfigError, GradientError
 from tests.trainer.samples import fresh, log_probs, random_batch, tiny_checkpoint, train
 
@@ -294,6 +295,33 @@ def test_resume_is_bit_exact(make_trainer, tmp_path, options):
         here = train(resumed, batch)
         assert all(here[k] == there[k] for k in there if not k.startswith("time") and "per_s" not in k)
     assert all(torch.equal(weights[n], t) for n, t in resumed.export())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"advantage_estimator": "ppo", "critic_lr": 2e-3},
+        {"use_distributed_optimizer": True, "use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 1},
+        {"dtype": "bf16"},
+    ],
+)
+def test_what_is_saved_for_later_is_of_the_moment_it_was_saved(make_trainer, tmp_path, options):
+    trainer, later = make_trainer(**options), Writes(later=True)
+    train(trainer, random_batch(6, seed=0))
+    trainer.save(tmp_path / "now" / "state")
+    trainer.save_hf(tmp_path / "now" / "hf")
+    trainer.save(tmp_path / "later" / "state", later)
+    trainer.save_hf(tmp_path / "later" / "hf", later)
+    assert not [p for p in (tmp_path / "later").rglob("*") if p.is_file()]
+    train(trainer, random_batch(6, seed=1))
+    torch.rand(3)
+    if trainer.policy.has_reference:
+        trainer.refresh_reference()
+    later.finish()
+    now, then = ({str(p.relative_to(f)): p.read_bytes() for p in f.rglob("*") if p.is_file()} for f in
+                 (tmp_path / "now", tmp_path / "later"))  # fmt: skip
+    assert sorted(now) == sorted(then) and len(now) > 4
+    assert not [name for name in now if now[name] != then[name]]
 
 
 @pytest.mark.parametrize("left_out", ["save_optim", "load_optim"])

@@ -7,7 +7,6 @@ method is collective: all ranks of the world call it with the same arguments.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from agentrl.algorithms import TrainBatch
 from agentrl.config.schema import TrainerOptions
+from agentrl.data.writes import Writes
 from agentrl.errors import GradientError
 from agentrl.trainer import packing
 from agentrl.trainer.batch import micro_batch
@@ -243,11 +243,10 @@ class Core:
         """``(hf_name, full tensor)`` of every weight, on every rank in lockstep. See Exporter."""
         return iter(self._exporter)
 
-    def save_hf(self, target: str | Path) -> None:
+    def save_hf(self, target: str | Path, writes: Writes | None = None) -> None:
         """Write the weights as a Hugging Face directory with tokenizer and chat template."""
-        write = self.layout.rank == 0
-        weights = itertools.chain(self.export(), self._kept_aside() if write else ())
-        save_hf(weights, self.hf_checkpoint, Path(target), write=write)
+        more = self._kept_aside() if self.layout.rank == 0 else None
+        save_hf(self.export(), more, self.hf_checkpoint, Path(target), writes or Writes())
         if self.layout.world_size > 1:
             dist.barrier()
 
@@ -258,11 +257,11 @@ class Core:
                 with safe_open(file, framework="pt", device="cpu") as opened:
                     yield name, opened.get_tensor(name)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, writes: Writes | None = None) -> None:
         """Write weights, optimizer (unless ``--no-save-optim``), scheduler and random state into a folder (see
         `state.py`)."""
         counters = {"steps_done": self.steps_done, "steps_skipped": self.steps_skipped}
-        self._state.save(folder, counters, moments=self.options.save_optim)
+        self._state.save(folder, counters, writes or Writes(), moments=self.options.save_optim)
 
     def load(self, folder: Path) -> None:
         """Go on from a folder that :meth:`save` wrote, at the same or another parallel layout.

@@ -9,6 +9,8 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from agentrl.data.files import atomic_folder
 from agentrl.data.tensor_file import save_tensors
+from agentrl.data.writes import Writes
 from agentrl.trainer.megatron.conversion import INDEX, Conversion, expert_group, is_split
 from agentrl.trainer.megatron.model import PolicyModel
 
@@ -102,7 +105,13 @@ def _together(mine: list[_Item], size: int, group: dist.ProcessGroup) -> list[_I
     return list(dict.fromkeys(item for items in lists for item in items))
 
 
-def save_hf(weights: Iterable[tuple[str, Tensor]], source: Path, target: Path, *, write: bool) -> None:
+def save_hf(
+    weights: Iterable[tuple[str, Tensor]],
+    more: Iterable[tuple[str, Tensor]] | None,
+    source: Path,
+    target: Path,
+    writes: Writes,
+) -> None:
     """Write a directory that ``from_pretrained`` and SGLang load.
 
     Everything but the weights (tokenizer, chat template, generation config) is copied from ``source``;
@@ -110,14 +119,22 @@ def save_hf(weights: Iterable[tuple[str, Tensor]], source: Path, target: Path, *
 
     Args:
         weights: ``(hf_name, tensor)``; consumed to the end whether or not this rank writes.
+        more: tensors besides, that no training changes; None on ranks that only take part in the export.
         source: the checkpoint directory the model came from.
         target: directory to make; replaced where it exists.
-        write: False on ranks that only take part in the export.
+        writes: where it is written at once, there is never more than a shard of it in this machine's memory.
     """
-    if not write:
+    if more is None:
         for _ in weights:
             pass
         return
+    # Copies: an exported tensor may be a view of weights that will be trained on.
+    copies = ((name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in weights)
+    taken = iter(list(copies)) if writes.later else copies
+    writes(partial(_write_folder, chain(taken, more), source), target)
+
+
+def _write_folder(weights: Iterable[tuple[str, Tensor]], source: Path, target: Path) -> None:
     with atomic_folder(target) as building:
         dtype = _write_shards(weights, building)
         _copy_rest(source, building, dtype)
@@ -137,8 +154,7 @@ def _write_shards(weights: Iterable[tuple[str, Tensor]], folder: Path) -> torch.
             shard, size = {}, 0
 
     for name, tensor in weights:
-        # A copy: an exported tensor may be a view of weights that will be trained on.
-        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        shard[name] = tensor
         # The first is a weight; biases of routers are float32 in every checkpoint.
         dtype = dtype or tensor.dtype
         size += tensor.nbytes

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from agentrl.algorithms import Algorithm, TrainBatch
+from agentrl.data.writes import Writes
 from agentrl.errors import ConfigError
 from agentrl.trainer import agreement
 from agentrl.trainer.batch import token_columns
@@ -52,10 +53,10 @@ class Policy:
         """The weights of now become the reference."""
         self._copies.keep("ref")
 
-    def save_reference(self, folder: Path) -> None:
+    def save_reference(self, folder: Path, writes: Writes | None = None) -> None:
         """Write the reference as a Hugging Face directory: it loads at any layout."""
         with self._copies.use("ref"):
-            self.core.save_hf(folder)
+            self.core.save_hf(folder, writes)
 
     def load_reference(self, folder: Path) -> None:
         """Take the reference from a Hugging Face directory. The live weights are those of the checkpoint then."""

@@ -19,6 +19,7 @@ Megatron's own distributed checkpoints are not used: torch's format behind them 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch import Tensor
 from agentrl.data.checkpoint import read_json
 from agentrl.data.files import write_json
 from agentrl.data.tensor_file import save_tensors
+from agentrl.data.writes import Writes
 from agentrl.errors import CheckpointError
 from agentrl.trainer.megatron import cpu
 from agentrl.trainer.megatron.conversion import Conversion, is_split
@@ -66,9 +68,9 @@ class ModelState:
         self._optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
         self._parameters = {conversion.name(model, local): p for local, p in model.named_parameters()}
 
-    def save(self, folder: Path, counters: dict[str, int], *, moments: bool = True) -> None:
-        """Write this rank's files into ``folder``, which exists or is made, without ``moments`` as of an optimizer that
-        has made no step. Ends with a barrier."""
+    def save(self, folder: Path, counters: dict[str, int], writes: Writes, *, moments: bool = True) -> None:
+        """Write copies of this rank's state into ``folder``, which exists or is made, without ``moments`` as of an
+        optimizer that has made no step. Ends with a barrier."""
         folder.mkdir(parents=True, exist_ok=True)
         layout = self._layout
         steps = self._steps() if moments else 0
@@ -76,16 +78,18 @@ class ModelState:
         experts: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             spread = self._conversion.spread(name)
-            file, writes = (experts, layout.edp_rank == 0) if spread else (tensors, layout.dp_rank == 0)
+            file, mine = (experts, layout.edp_rank == 0) if spread else (tensors, layout.dp_rank == 0)
             # Collective with the distributed optimizer, so on all data-parallel ranks; kept by the one that writes.
             for kind, value in self._values(parameter, steps).items():
-                if writes:
+                if mine:
                     file[f"{kind}/{name}"] = value.detach().to("cpu", copy=True).contiguous()
         if layout.dp_rank == 0:
-            save_tensors(tensors, folder / f"model-tp{layout.tp_rank}-pp{layout.pp_rank}.safetensors")
+            file_name = f"model-tp{layout.tp_rank}-pp{layout.pp_rank}.safetensors"
+            writes(partial(save_tensors, tensors), folder / file_name)
         if layout.ep > 1 and layout.edp_rank == 0:  # also of a stage without experts: it is known by its number
-            save_tensors(experts, folder / f"experts-ep{layout.ep_rank}-pp{layout.pp_rank}.safetensors")
-        save_tensors(_random_states(), folder / f"random-{layout.rank:05d}.safetensors")
+            file_name = f"experts-ep{layout.ep_rank}-pp{layout.pp_rank}.safetensors"
+            writes(partial(save_tensors, experts), folder / file_name)
+        writes(partial(save_tensors, _random_states()), folder / f"random-{layout.rank:05d}.safetensors")
         if layout.rank == 0:
             sizes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "ep": layout.ep}
             sizes["world_size"] = layout.world_size
@@ -96,7 +100,7 @@ class ModelState:
                 "optimizer_steps": steps,
                 "scheduler_steps": self._scheduler.num_steps,
             }
-            write_json(folder / "state.json", state)
+            writes(partial(write_json, value=state), folder / "state.json")
         _barrier(layout)
 
     def load(self, folder: Path, *, moments: bool = True) -> dict[str, int]:
@@ -251,11 +255,12 @@ class _SavedTensors:
 
 
 def _random_states() -> dict[str, Tensor]:
+    """Copies of the states of this rank's generators."""
     states = {"cpu": torch.get_rng_state()}
     if not cpu.on_cpu():
         states["cuda"] = torch.cuda.get_rng_state()
     for name, state in get_cuda_rng_tracker().get_states().items():
-        states[f"tracker/{name}"] = state
+        states[f"tracker/{name}"] = state.clone()
     return states
 
 

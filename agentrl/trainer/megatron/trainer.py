@@ -14,6 +14,7 @@ from torch import Tensor
 
 from agentrl.algorithms import TrainBatch, load_algorithm
 from agentrl.config.schema import TrainerOptions
+from agentrl.data.writes import Writes
 from agentrl.errors import ConfigError
 from agentrl.trainer.megatron import parallel
 from agentrl.trainer.megatron.core import Core
@@ -91,16 +92,16 @@ class MegatronTrainer:
         """The policy's weights, see :meth:`Core.export`."""
         return self.policy.core.export()
 
-    def save_hf(self, target: str | Path) -> None:
-        """Write the policy as a Hugging Face directory."""
-        self.policy.core.save_hf(target)
+    def save_hf(self, target: str | Path, writes: Writes | None = None) -> None:
+        """Write the policy as a Hugging Face directory; of ``writes`` that wait, what is to be written is a copy."""
+        self.policy.core.save_hf(target, writes)
 
-    def save(self, folder: str | Path) -> None:
-        """Write each part into a folder of its name."""
+    def save(self, folder: str | Path, writes: Writes | None = None) -> None:
+        """Write each part into a folder of its name; see :meth:`save_hf` for ``writes``."""
         for name, part in self.parts.items():
-            part.save(Path(folder) / name)
+            part.save(Path(folder) / name, writes)
         if self.options.ref_update_interval and self.policy.has_reference:
-            self.policy.save_reference(Path(folder) / "reference")
+            self.policy.save_reference(Path(folder) / "reference", writes)
 
     def load(self, folder: str | Path) -> None:
         """Go on from a folder that :meth:`save` wrote; see :meth:`Core.load`."""
