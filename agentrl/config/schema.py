@@ -396,6 +396,9 @@ class CheckpointOptions:
     """Rollouts between checkpoints; 0 writes none on the way. The last rollout is saved unless this is 0."""
     keep_last: Count = 2
     """Newest checkpoints kept; 0 keeps all."""
+    async_save: bool = True
+    """Write checkpoints beside the next rollout: the run waits only until ranks have copied their state to host memory,
+    where it stays until it is written. --no-async-save waits for the disk."""
     save_hf: PathText | None = None
     """Folder to which the trained model is exported in Hugging Face form when the run ends."""
     load: PathText | None = None

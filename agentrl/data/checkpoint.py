@@ -63,11 +63,13 @@ _LEFT_OVER = re.compile(r"step_\d{6,}\.(tmp|removed)")
 
 
 class TrainerState(Protocol):
-    """The trainer's end: every rank writes into, or reads from, one folder."""
+    """The trainer's end: every rank writes into, or reads from, one folder. What is saved for ``later`` is copied, and
+    written by :meth:`write`, while the trainer goes on."""
 
-    async def save(self, path: Path) -> None: ...
+    async def save(self, path: Path, *, later: bool = False) -> None: ...
+    async def save_hf(self, path: Path, *, later: bool = False) -> None: ...
+    async def write(self) -> None: ...
     async def load(self, path: Path) -> None: ...
-    async def save_hf(self, path: Path) -> None: ...
 
 
 class RolloutState(Protocol):
@@ -116,11 +118,14 @@ class CheckpointStore:
     Args:
         root: the folder; made at the first save.
         keep_last: newest checkpoints kept; 0 keeps all. The one just written is never removed.
+        async_save: :meth:`save` waits for copies, not for the disk.
     """
 
-    def __init__(self, root: str | Path, *, keep_last: int = 0):
+    def __init__(self, root: str | Path, *, keep_last: int = 0, async_save: bool = False):
         self.root = Path(root)
         self.keep_last = keep_last
+        self.async_save = async_save
+        self._saving: asyncio.Task[None] | None = None
 
     # -- finding ----------------------------------------------------------------------------------
 
@@ -329,17 +334,60 @@ class CheckpointStore:
             else:
                 write_json(self.root / BEST, asdict(best))
 
-    async def save(self, step: int, *, trainer: TrainerState, rollout: RolloutState) -> Checkpoint:
-        """Write a checkpoint of the whole run."""
+    async def save(self, step: int, *, trainer: TrainerState, rollout: RolloutState) -> None:
+        """Write a checkpoint of the whole run as it stands, after the one before it: :meth:`saved` says when it is
+        there, without ``async_save`` it is there now.
+
+        Raises:
+            StorageError: the disk refuses, or refused the one before it.
+        """
+        await self.saved()
         began = time.monotonic()
         with storage_errors(self.root):
             folder = self.begin(step)
-            await trainer.save(folder / TRAINER_FOLDER)
-            await trainer.save_hf(folder / HF_FOLDER)
+            await trainer.save(folder / TRAINER_FOLDER, later=self.async_save)
+            await trainer.save_hf(folder / HF_FOLDER, later=self.async_save)
             write_json(folder / ROLLOUT_STATE, await rollout.state())
+        if self.async_save:
+            log.info("copied the state after step %d in %.1f s", step, time.monotonic() - began)
+        self._saving = asyncio.create_task(self._complete(step, trainer, began))
+        if not self.async_save:
+            await self.saved()
+
+    async def _complete(self, step: int, trainer: TrainerState, began: float) -> None:
+        """What remains to be done of a save, and needs the run no more."""
+        with storage_errors(self.root):
+            if self.async_save:
+                await trainer.write()
             made = await asyncio.to_thread(self.commit, step)
         log.info("saved %s in %.1f s", made.path, time.monotonic() - began)
-        return made
+
+    @property
+    def saving(self) -> bool:
+        """Whether a save is under way."""
+        return self._saving is not None and not self._saving.done()
+
+    def check(self) -> None:
+        """Raises what the last save failed with, should it have; does not wait for it."""
+        if self._saving is not None and self._saving.done():
+            self._saving.result()
+
+    async def saved(self) -> None:
+        """Wait for the save under way. One that was interrupted meanwhile goes on. Raises what it failed with."""
+        if self._saving is not None:
+            await asyncio.shield(self._saving)
+            self._saving = None
+
+    async def end(self, seconds: float) -> None:
+        """The run ends early: the save under way has so long to complete. Its error is only logged."""
+        if self._saving is None:
+            return
+        done, _ = await asyncio.wait([self._saving], timeout=seconds)
+        if not done:
+            log.error("the checkpoint that was being written was not complete after %.0f s: it is left out", seconds)
+            self._saving.cancel()
+        elif not self._saving.cancelled() and (error := self._saving.exception()):
+            log.error("the checkpoint that was being written is left out: %s", error)
 
     def begin(self, step: int) -> Path:
         """An empty folder to fill; left-overs of interrupted saves and removals go."""

@@ -17,7 +17,7 @@ from agentrl.algorithms import TrainBatch
 from agentrl.config.schema import Config, TrainerOptions
 from agentrl.data.files import FULL, storage_errors
 from agentrl.errors import AgentRLError
-from agentrl.orchestrator.watch import WEIGHTS, with_pulse
+from agentrl.orchestrator.watch import SAVES, WEIGHTS, with_pulse
 from agentrl.progress import Progress
 from agentrl.trainer.ranks import TrainActor
 from agentrl.weights.snapshot import Snapshot
@@ -85,7 +85,7 @@ def create_ranks(
     threads = cfg.threads or max(1, (os.cpu_count() or 1) // len(placements))
     options = cfg.section(TrainerOptions).replace(threads=threads)
     publishing = {"bucket_bytes": cfg.update_weight_buffer_size, "folder": weights_dir}
-    actor = with_pulse(TrainActor, **{WEIGHTS: 2})
+    actor = with_pulse(TrainActor, **{WEIGHTS: 2, SAVES: 1})
     return [
         actor.options(**placement).remote(
             rank,
@@ -149,17 +149,22 @@ class TrainerHandle:
         """Have the weights of now written out as ``version``, for engines to load."""
         return (await self._all("publishing the weights", "publish", version))[0]
 
-    async def save(self, path: Path) -> None:
-        """Every rank writes its part into ``path``."""
-        await self._all("saving the trainer", "save", str(path))
+    async def save(self, path: Path, *, later: bool = False) -> None:
+        """Every rank writes its part into ``path``, or makes a copy of it, which :meth:`write` writes."""
+        await self._all("saving the trainer", "save", str(path), later=later)
 
     async def load(self, path: Path) -> None:
         """Every rank takes its part from ``path``."""
         await self._all("loading the trainer", "load", str(path))
 
-    async def save_hf(self, path: Path) -> None:
-        """Export the weights as an HF folder."""
-        await self._all("exporting the model", "save_hf", str(path))
+    async def save_hf(self, path: Path, *, later: bool = False) -> None:
+        """Export the weights as an HF folder; ``later`` as of :meth:`save`."""
+        await self._all("exporting the model", "save_hf", str(path), later=later)
+
+    async def write(self) -> None:
+        """Every rank writes what it made copies of. Other calls may go on meanwhile."""
+        calls = [rank.write.options(concurrency_group=SAVES).remote() for rank in self.ranks]
+        await within("writing the checkpoint", self.deadline, *calls)
 
 
 class RolloutHandle:

@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 START_DEADLINE_S = 900.0
 TRAIN_DEADLINE_S = 3600.0
 CLOSE_DEADLINE_S = 30.0
+LAST_SAVE_S = 600.0
+"""Longest wait of a run that ends early for the checkpoint that is being written."""
 KILLED = (
     "agentrl train ended without a word: killed, perhaps for lack of memory, or ended by a library, see {logs}. "
     "All its processes are gone; go on with: agentrl train --load {run}"
@@ -313,7 +315,8 @@ async def _run(
     cfg: Config, cluster: Cluster, run: RunDir, progress: Progress, source: Checkpoint | None, weights_dir: str
 ) -> None:
     rollout: RolloutHandle | None = None
-    checkpoints = CheckpointStore(run.checkpoints, keep_last=cfg.keep_last)
+    checkpoints = CheckpointStore(run.checkpoints, keep_last=cfg.keep_last, async_save=cfg.async_save)
+    patience = LAST_SAVE_S
     with cancel_on_signals():
         try:
             async with Watch(2 * cfg.rollout_health_check_timeout) as watch:
@@ -350,12 +353,16 @@ async def _run(
                     await trainer.save_hf(Path(cfg.save_hf))
         except ProcessLostError:
             rollout = None  # whom to ask is gone or may be: Ray and the warden end what is left
+            patience = CLOSE_DEADLINE_S
             raise
         finally:
             progress.stage("stopping")
             if rollout is not None:
                 with contextlib.suppress(AgentRLError):  # the warden ends what does not end by itself
                     await asyncio.shield(rollout.close(CLOSE_DEADLINE_S))
+            if checkpoints.saving:
+                progress.stage("completing the checkpoint")
+            await checkpoints.end(patience)
 
 
 def settle(run: RunDir, checkpoints: CheckpointStore, start: int, progress: Progress) -> None:

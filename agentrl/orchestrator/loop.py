@@ -69,6 +69,7 @@ async def training_loop(
             )
             return
 
+        checkpoints.check()
         progress.stage("training")
         trained, columns = await train(
             generated.batch,
@@ -101,7 +102,17 @@ async def training_loop(
         synced = await sync(version, trainer=trainer, rollout=rollout, progress=progress)
         if evaluates:
             await evaluate(rollout, version, run=run, progress=progress)
+            if cfg.best_metric:
+                await saved(checkpoints, progress)
             keep_best(cfg, checkpoints=checkpoints, run=run, progress=progress)
+    await saved(checkpoints, progress)
+
+
+async def saved(checkpoints: CheckpointStore, progress: Progress) -> None:
+    """Wait until the checkpoint under way is complete."""
+    if checkpoints.saving:
+        progress.stage("writing the checkpoint")
+    await checkpoints.saved()
 
 
 async def train(
@@ -142,9 +153,11 @@ async def end_early(
     """What the last rollout would have brought: an evaluation and a checkpoint, where they are not there yet."""
     if cfg.eval_interval and version not in {evaluation["step"] for evaluation in run.evaluations()}:
         await evaluate(rollout, version, run=run, progress=progress)
+    await saved(checkpoints, progress)
     if (cfg.save_interval or cfg.best_metric) and version and version != checkpoints.newest_step():
         progress.stage("saving a checkpoint")
         await checkpoints.save(version, trainer=trainer, rollout=rollout)
+        await saved(checkpoints, progress)
     keep_best(cfg, checkpoints=checkpoints, run=run, progress=progress)
 
 

@@ -26,6 +26,8 @@ PULSE = "pulse"
 """Ray's concurrency group of pulses; see :func:`with_pulse`."""
 WEIGHTS = "weights"
 """That in which rank 0 sends weights: one thread sends, another can end that."""
+SAVES = "saves"
+"""That in which ranks write checkpoints beside what they train."""
 PULSE_S = 5.0
 FIRST_PULSE_S = 900.0
 """Longest wait for an actor's process to be there."""

@@ -16,11 +16,13 @@ from agentrl.errors import CheckpointError, StorageError
 class Trainer:
     loaded = None
 
-    async def save(self, path):
+    async def save(self, path, *, later=False):
         path.mkdir()
         (path / "weights").write_bytes(b"w" * 1000)
 
-    async def save_hf(self, path):
+    async def write(self): ...
+
+    async def save_hf(self, path, *, later=False):
         path.mkdir()
         (path / "config.json").write_text("{}")
 

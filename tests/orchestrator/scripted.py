@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from agentrl.data.account import TaskAccount
 from agentrl.data.deaths import FailedTasks
 from agentrl.data.files import atomic_file, atomic_folder
 from agentrl.data.store import TrajectoryStore
+from agentrl.data.writes import Writes
 from agentrl.engines.world import World
 from agentrl.evaluation.metrics import summarize
 from agentrl.orchestrator import launch as driver
@@ -42,6 +45,7 @@ class Trainer:
 
     def __init__(self) -> None:
         self.weights: list[str] = []
+        self.writes = Writes(later=True)
 
     async def begin(self) -> None: ...
 
@@ -62,17 +66,26 @@ class Trainer:
         self.weights += batch
         return {"train/grad_norm": 1.0}, {}
 
-    async def save(self, path: Path) -> None:
+    async def save(self, path: Path, *, later: bool = False) -> None:
         path.mkdir()
-        (path / "weights.json").write_text(json.dumps(self.weights))
+        writes = self.writes if later else Writes()
+        writes(partial(Path.write_text, data=json.dumps(self.weights)), path / "weights.json")
+
+    async def write(self) -> None:
+        await asyncio.to_thread(self.writes.finish)
 
     async def load(self, path: Path) -> None:
         self.weights = json.loads((path / "weights.json").read_text())
 
-    async def save_hf(self, path: Path) -> None:
-        with atomic_folder(path) as folder:
-            (folder / "config.json").write_text("{}")
-            (folder / "model.safetensors").write_text(json.dumps(self.weights))
+    async def save_hf(self, path: Path, *, later: bool = False) -> None:
+        writes, weights = self.writes if later else Writes(), json.dumps(self.weights)
+
+        def export(path: Path) -> None:
+            with atomic_folder(path) as folder:
+                (folder / "config.json").write_text("{}")
+                (folder / "model.safetensors").write_text(weights)
+
+        writes(export, path)
 
 
 class Rollout:

@@ -26,10 +26,10 @@ from tests.orchestrator import scripted
 
 
 class Trainer(scripted.Trainer):
-    async def save(self, path: Path) -> None:
+    async def save(self, path: Path, *, later: bool = False) -> None:
         path.mkdir()
 
-    async def save_hf(self, path: Path) -> None:
+    async def save_hf(self, path: Path, *, later: bool = False) -> None:
         path.mkdir()
         (path / "config.json").write_text(path.parent.name)
 
@@ -66,7 +66,7 @@ class Rollout:
 
 
 async def train(cfg: Config, rollout: Rollout, run: RunDir, start: int = 0) -> CheckpointStore:
-    checkpoints = CheckpointStore(run.checkpoints, keep_last=cfg.keep_last)
+    checkpoints = CheckpointStore(run.checkpoints, keep_last=cfg.keep_last, async_save=cfg.async_save)
     await training_loop(
         cfg, start=start, trainer=Trainer(), rollout=rollout, checkpoints=checkpoints, run=run,
         progress=Progress("x", cfg.num_rollout, console=Console(file=io.StringIO())), world=World(),

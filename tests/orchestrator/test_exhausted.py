@@ -58,7 +58,9 @@ async def test_the_run_ends_with_an_evaluation_and_a_checkpoint(
         start=start,
         trainer=Trainer(),
         rollout=SimpleNamespace(update_weights=done, generate=generate, mark_trained=done),
-        checkpoints=SimpleNamespace(save=save, newest_step=lambda: max(saved, default=None)),
+        checkpoints=SimpleNamespace(
+            save=save, saved=done, check=lambda: None, saving=False, newest_step=lambda: max(saved, default=None)
+        ),
         run=SimpleNamespace(evaluations=lambda: evaluated, log_metrics=lambda *a: None),
         progress=Progress("x", 9, console=Console(file=out, width=200)),
         world=World(),

@@ -195,8 +195,8 @@ def test_what_a_kill_left_undone_is_done(tmp_path: Path, train: Any, monkeypatch
     async def evaluate_first_only(self: Rollout, step: int, **kwargs: Any) -> Any:
         return await (stop() if step else evaluate(self, step, **kwargs))
 
-    async def export(self: Trainer, path: Path) -> None:
-        await (stop() if path.name == "model" else save_hf(self, path))
+    async def export(self: Trainer, path: Path, **how: bool) -> None:
+        await (stop() if path.name == "model" else save_hf(self, path, **how))
 
     async def stop() -> None:
         raise KeyboardInterrupt

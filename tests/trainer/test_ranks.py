@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.config import load_config
 from agentrl.config.schema import TrainerOptions
-from agentrl.errors import AgentRLError, CheckpointError
+from agentrl.errors import AgentRLError, CheckpointError, StorageError
 from agentrl.orchestrator.engine_service import RankSender
 from agentrl.orchestrator.handles import TrainerHandle, create_ranks
 from agentrl.trainer.ranks import TrainActor
@@ -36,6 +36,9 @@ def test_one_rank_trains_saves_and_walks_its_weights(actor, checkpoint, tmp_path
     actor.save(str(tmp_path / "state"))
     actor.load(str(tmp_path / "state"))
     actor.save_hf(str(tmp_path / "hf"))
+    actor.save(str(tmp_path / "later"), later=True)
+    actor.write()
+    actor.load(str(tmp_path / "later"))
     snapshot = actor.publish(2)
     assert [name for bucket in snapshot.buckets for name in bucket.names] == [
         n for n, _ in actor._trainer.policy.core.export()
@@ -55,6 +58,18 @@ def test_errors_are_those_of_the_start(tmp_path, actor):
         broken.ready()
     with pytest.raises(AgentRLError, match="asked for 'listen' before it published any weights"):
         actor.send("listen")
+
+
+async def written_beside_an_update(trainer: TrainerHandle, batch, folder) -> bool:
+    """Save, then write and train at once; whether all is there, and a file that cannot be written has its sentence."""
+    await trainer.save(folder / "state", later=True)
+    await trainer.save_hf(folder / "hf", later=True)
+    await asyncio.gather(trainer.write(), trainer.update([batch], {}))
+    (folder / "a file").touch()
+    await trainer.save_hf(folder / "a file" / "hf", later=True)
+    with pytest.raises(StorageError, match="cannot be written"):
+        await trainer.write()
+    return (folder / "hf" / "model.safetensors").is_file() and len(list((folder / "state").rglob("random-*"))) == 2
 
 
 @pytest.mark.slow
@@ -81,6 +96,8 @@ def test_two_ray_actors_form_a_world(checkpoint, tmp_path):
         busy = [r.update.remote(batch, {}) for r in ranks]
         assert asyncio.run(RankSender(ranks[0]).listen("127.0.0.1")) > 0, "beside what it trains"
         ray.get(busy, timeout=60)
+        trainer = TrainerHandle(ranks, num_steps=1, deadline=60)
+        assert asyncio.run(written_beside_an_update(trainer, batch, tmp_path))
         assert (tmp_path / "trainer-1.log").exists()
     finally:
         ray.shutdown()
