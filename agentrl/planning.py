@@ -138,6 +138,8 @@ class Memory:
             CPU two numbers a parameter of the largest tensor.
         snapshot: the published weights, once, in shared memory or on a disk.
         reference: the copies of weights that a rank swaps in and out, in host memory.
+        checkpoint: what rank 0 copies of its state, and with ``--async-save`` of the whole model, until it is written;
+            other ranks copy their state, one of each that hold the same.
         kv_cache: of one engine rank, for all episodes in flight at their longest.
     """
 
@@ -150,6 +152,7 @@ class Memory:
     kv_cache: float
     snapshot: float
     reference: float
+    checkpoint: float
 
     @property
     def trainer(self) -> float:
@@ -174,6 +177,7 @@ class Memory:
             ),
             ("snapshot", f"{in_gib(self.snapshot)}, once, of the trainer's first machine"),
             *([("reference", f"{in_gib(self.reference)} of host memory a rank")] if self.reference else []),
+            *([("checkpoint", f"{in_gib(self.checkpoint)} of host memory, rank 0")] if self.checkpoint else []),
         ]
 
 
@@ -198,6 +202,8 @@ def memory_of(cfg: Config, shape: Shape, device: str) -> Memory:
     replicas = cfg.data_parallel_size if cfg.use_distributed_optimizer else 1
     owned = dense / replicas + experts / max(1, replicas // cfg.expert_model_parallel_size)
     engine_ranks = cfg.rollout_num_gpus_per_engine if device == "cuda" else 1
+    state = models * (12 if cfg.save_optim else 4) * (dense + experts)
+    exported = item * shape.parameters if cfg.async_save else 0
     longest = max(cfg.rollout_max_context_len, cfg.eval_max_context_len or 0)
     in_flight = ceil(cfg.rollout_concurrency / (cfg.rollout_num_engines or 1))
     of_layer = shape.latent or 2 * max(1, shape.groups // engine_ranks) * shape.head_dim
@@ -211,6 +217,7 @@ def memory_of(cfg: Config, shape: Shape, device: str) -> Memory:
         kv_cache=in_flight * longest * shape.layers * of_layer * item,
         snapshot=item * shape.parameters,
         reference=2 * item * (dense + experts) if "ref" in algorithm.infers(1) else 0,
+        checkpoint=state + exported if cfg.save_interval or cfg.best_metric else 0,
     )
 
 

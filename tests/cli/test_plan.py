@@ -43,6 +43,9 @@ def test_bytes_of_a_parameter() -> None:
     # A token of KV cache: keys and values of 36 layers, 8 groups of 128 numbers, 2 bytes each.
     assert one.kv_cache == 64 * 4096 * 2 * 36 * 8 * 128 * 2
     assert one.reference == 0 and memory_of(TRAINS.replace(use_kl_loss=True), LARGE, "cuda").reference == 4 * number
+    assert one.checkpoint == 14 * number, "float32 weights, two moments, and the model in bf16"
+    lean = memory_of(TRAINS.replace(async_save=False, save_optim=False), LARGE, "cuda")
+    assert lean.checkpoint == 4 * number and memory_of(TRAINS.replace(save_interval=0), LARGE, "cuda").checkpoint == 0
 
 
 def test_a_critic_is_a_second_model_on_the_same_ranks() -> None:
