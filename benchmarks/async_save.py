@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from trainer_step import make_batch, write_checkpoint
 
 LIMIT = 0.2
-SHAPE = dict(layers=8, hidden=512, heads=8, groups=4, dim=64, ffn=1536, vocab=49_152, tokens=2_000)
+SHAPE = dict(layers=8, hidden=512, heads=8, groups=4, dim=64, ffn=1536, vocab=49_152, tokens=400)
 
 
 class Rank:
