@@ -118,12 +118,12 @@ class Progress:
         """Steps before ``step`` were done by an earlier run and do not count in the time left."""
         self.step = self._first_step = step
 
-    def step_done(self, step: int, reward: float, tokens_per_s: float, line: str) -> None:
-        """A training step is over: ``step`` counts from 1."""
+    def step_done(self, step: int, reward: float | None, tokens_per_s: float | None, line: str) -> None:
+        """A training step is over: ``step`` counts from 1. None where nothing was played."""
         if self._steps_started is None:
             self._steps_started = self._stage_started
-        self.step, self.tokens_per_s = step, tokens_per_s
-        self.rewards.append(reward)
+        self.step, self.tokens_per_s = step, tokens_per_s or 0.0
+        self.rewards += [] if reward is None else [reward]
         self.log(Text(f"[{clock(self.elapsed)}] {line}"))
 
     def evaluated(self, step: int, success: float, line: str) -> None:

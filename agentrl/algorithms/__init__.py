@@ -18,6 +18,7 @@ from agentrl.algorithms.gspo import GSPO
 from agentrl.algorithms.ppo import PPO
 from agentrl.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from agentrl.algorithms.rloo import RLOO
+from agentrl.algorithms.sft import SFT
 from agentrl.errors import ConfigError
 from agentrl.loading import is_spec, load_object
 
@@ -32,11 +33,13 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 
 
 def load_algorithm(options: AlgorithmOptions) -> Algorithm:
-    """The algorithm of ``--advantage-estimator``.
+    """The algorithm of ``--advantage-estimator``; with ``--loss-type sft_loss`` there is no such choice.
 
     Raises:
         ConfigError: there is none of that name, or it is no :class:`Algorithm`.
     """
+    if options.loss_type == "sft_loss":
+        return SFT(options)
     given = options.advantage_estimator
     if not is_spec(given):
         if given in ALGORITHMS:

@@ -56,6 +56,8 @@ class Algorithm:
     :mod:`agentrl.algorithms.aggregation`."""
     sequence_ratio: ClassVar[bool] = False
     """The probability ratio is that of the whole trajectory, see :meth:`log_ratio`."""
+    off_policy: ClassVar[bool] = False
+    """The loss knows no old policy, and whoever gave the tokens is compared with nobody."""
 
     def __init__(self, options: AlgorithmOptions):
         self.options = options

@@ -61,7 +61,9 @@ def derive(config: AnyConfig) -> AnyConfig:
     changes |= _batch(config)
     changes["chat_template_date"] = config.chat_template_date or datetime.date.today().isoformat()
     changes["eps_clip_high"] = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
-    longest = min(config.rollout_max_context_len, config.max_turns * config.rollout_max_response_len)
+    longest = config.rollout_max_context_len
+    if not config.is_supervised:
+        longest = min(longest, config.max_turns * config.rollout_max_response_len)
     if constant_length(config):
         changes["loss_scale_factor"] = config.loss_scale_factor or longest
     if config.overlong_handling == "penalty":

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from agentrl.config.derive import DERIVED, derive, split_names
 from agentrl.config.options import options
 from agentrl.config.parse import Given, parse_flags, parse_mapping, read_file
-from agentrl.config.presets import BEYOND, DEMO, preset
+from agentrl.config.presets import BEYOND, DEMO, SUPERVISED, preset
 from agentrl.config.schema import Config, EvalConfig
 from agentrl.config.serialize import OWNER, read_run_config, run_folder_of
 from agentrl.config.validate import validate, value_problems
@@ -153,7 +153,7 @@ def _check_without_run(path: Path, layers: list[Given]) -> None:
             f"--load: no such run folder or checkpoint: {path}. To start a run there and go on with the same command, "
             f"give --save {path} too."
         )
-    elif not any(_last(layers, name) for name in ("env", "prompt_data")):
+    elif not any(_last(layers, name) for name in ("env", "prompt_data", "train_data", "sft_from")):
         raise ConfigError(
             f"--load {path}: no config.json of a run that can be read is in it or above it, so the run's options are "
             "not known. Restore config.json from a copy, or give the options again (--env NAME and so on): the run "
@@ -162,13 +162,16 @@ def _check_without_run(path: Path, layers: list[Given]) -> None:
 
 
 def _preset_layer(config_class: type, layers: list[Given]) -> Given | None:
-    """The preset of the model, where it has one; no model named is the embedded one, unless a server has it."""
+    """The preset of the model, where it has one, and that of supervised training; no model named is the embedded one,
+    unless a server has it."""
     name = _last(layers, "hf_checkpoint") or DEMO
     if _last(layers, "base_url") is not None:
         return None
     env, others = _last(layers, "env") or (), _last(layers, "eval_env") or ()
     given = preset(name, split_names((env,) if isinstance(env, str) else env) + split_names(others))
+    given |= {"hf_checkpoint": name} if given else {}
+    given |= SUPERVISED if _last(layers, "loss_type") == "sft_loss" else {}
     if not given:
         return None
-    values = {key: value for key, value in given.items() if key in options(config_class)} | {"hf_checkpoint": name}
+    values = {key: value for key, value in given.items() if key in options(config_class)}
     return Given(values, dict.fromkeys(values, "preset"))

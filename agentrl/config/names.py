@@ -33,7 +33,6 @@ NOT_AVAILABLE = {
     "debug-train-only": _REPLAY,
     "debug-rollout-only": "rollouts without a trainer (`agentrl eval --split train` plays and stores episodes)",
     "multimodal-keys": "images in prompts",
-    "loss-type": "another loss than that of the policy, such as supervised training",
 }
 """Flags (without dashes) that users of slime know and that later versions will take, with what they are for."""
 
@@ -127,11 +126,12 @@ ADVICE = {
     "eval-config": "Name each held-out set by --eval-prompt-data NAME PATH; a file of options is --config FILE.",
     "rollout-function-path": "--custom-generate-function-path replaces how one episode is played.",
     "num-epoch": "Give --num-rollout: epochs × tasks ÷ --rollout-batch-size.",
+    "tool-key": "Tools belong to the environment: a ToolEnv lists them in `tools`. For supervised training "
+    "(--loss-type sft_loss) they are in the rows of --train-data, as `tools`.",
     "start-rollout-id": "--load RUN goes on where the run stopped, --load RUN/checkpoints/step_N goes back.",
     "save-debug-rollout-data": "Every rollout is stored in the run folder as Parquet; `agentrl show RUN` reads it.",
     "reward-key": "A reward is one number, or named parts that are added up; return only what should count.",
     "eval-reward-key": "A reward is one number, or named parts that are added up; return only what should count.",
-    "tool-key": "Tools belong to the environment: a ToolEnv lists them in `tools`.",
     "rollout-top-k": "Training samples from all tokens, because log-probabilities are of the full softmax.",
     "rollout-stop-token-ids": "Give the text of these tokens to --rollout-stop.",
     "eval-input-key": "Of one held-out set: --env-arg NAME.input_key=KEY, with the NAME of --eval-prompt-data.",

@@ -34,6 +34,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Options that take the place of the general defaults when a model of this name is used."""
 
+SUPERVISED: dict[str, Any] = {"n_samples_per_prompt": 1, "eval_interval": 0}
+"""Options that take the place of the defaults with ``--loss-type sft_loss``: nothing is played."""
+
 TUNED_TO = "search"
 BEYOND = {"rollout_max_response_len": 128, "rollout_max_context_len": 1920, "max_turns": 8}
 """What the preset of the embedded model has in place of the above in environments other than ``TUNED_TO``: of their

@@ -140,6 +140,20 @@ class EnvironmentOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SupervisedOptions:
+    """Supervised fine-tuning, with `--loss-type sft_loss`"""
+
+    train_data: PathText | None = None
+    """Conversations to learn: a JSONL, Parquet or Arrow file, a folder or glob of such files. A row has `messages` in
+    the OpenAI form and, if there are any, `tools`."""
+    sft_from: PathText | None = None
+    """Training run whose stored trajectories are learned, in place of --train-data: those of episodes that succeeded,
+    or earned --sft-min-reward."""
+    sft_min_reward: float | None = None
+    """Least reward of an episode that is learned; unset: those that solved their task."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """Sampling in training"""
 
@@ -411,6 +425,9 @@ class CheckpointOptions:
 class AlgorithmOptions:
     """Algorithm"""
 
+    loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"
+    """The loss: of a policy on episodes that it plays, or, for supervised fine-tuning, the negative log-likelihood of
+    --train-data or --sft-from; then no engine is started (docs/sft.md)."""
     advantage_estimator: str = "grpo"
     """How rewards become credit, and the loss that goes with it: `grpo`, `dr_grpo`, `gspo`, `cispo`, `rloo`,
     `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `ppo`, or an algorithm of your own, `module:Class` or
@@ -668,9 +685,15 @@ class Config(
     DatedTemplateOptions,
     EngineOptions,
     ModelOptions,
+    SupervisedOptions,
     EnvironmentOptions,
 ):
     """Options of ``agentrl train``. Made by :func:`agentrl.config.load_config`, which fills what follows."""
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether written conversations, or stored trajectories, are learned: nothing is played then."""
+        return self.loss_type == "sft_loss"
 
 
 @dataclass(frozen=True, kw_only=True)

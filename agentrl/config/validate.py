@@ -15,7 +15,20 @@ from agentrl.config.derive import batch_rule, constant_length
 from agentrl.config.foreign import remote_code
 from agentrl.config.megatron_options import problems as megatron_problems
 from agentrl.config.options import options
-from agentrl.config.schema import Config, CriticOptions, EvalConfig, PassedOn
+from agentrl.config.schema import (
+    AlgorithmOptions,
+    Config,
+    CriticOptions,
+    EngineOptions,
+    EnvironmentOptions,
+    EvalConfig,
+    EvaluationOptions,
+    LimitOptions,
+    PassedOn,
+    SamplingOptions,
+    SyncOptions,
+    TrainingEvaluationOptions,
+)
 from agentrl.config.template import template_problems
 from agentrl.errors import ConfigError
 from agentrl.families.family import experts_of
@@ -41,7 +54,10 @@ def validate(config: Config | EvalConfig, explicit: Explicit | None = None) -> N
     if not problems and isinstance(config, EvalConfig) and config.rescore:
         problems += [*_rescored(config, given), *import_problems("--custom-rm-path", config.custom_rm_path)]
     elif not problems:  # relations between values that are wrong in themselves would only repeat it
-        problems += [*_tasks(config, given), *_limits(config, given)]
+        if isinstance(config, Config) and config.is_supervised:
+            problems += _supervised(config, given)
+        else:
+            problems += [*_tasks(config, given), *_limits(config, given)]
         if not (isinstance(config, EvalConfig) and config.base_url is not None):
             problems += _model(config)
         if isinstance(config, EvalConfig):
@@ -116,6 +132,45 @@ def _tasks(config: Config | EvalConfig, given: Explicit) -> Iterator[str]:
         yield f"--rm-url: expected http://HOST:PORT/PATH, got {config.rm_url!r}"
     for name in ("custom_rm_path", "custom_generate_function_path", "data_source_path", "custom_loss_function_path"):
         yield from import_problems("--" + name.replace("_", "-"), getattr(config, name, None))
+
+
+_PLAYED = (
+    *(EnvironmentOptions, SamplingOptions, LimitOptions, EngineOptions, SyncOptions),
+    *(EvaluationOptions, TrainingEvaluationOptions, CriticOptions, AlgorithmOptions),
+)
+_LEARNED = ("rollout_max_context_len", "loss_type", "loss_agg_mode", "loss_scale_factor", "custom_loss_function_path")
+_NOT_SUPERVISED = {
+    *(field.name for section in _PLAYED for field in dataclasses.fields(section)),
+    *("n_samples_per_prompt", "data_source_path", "store_train_tokens", "sglang", "allow_remote_code"),
+} - {*_LEARNED, "eval_interval", "rollout_temperature"}
+"""Options that say how episodes are played, and how a policy is trained on them."""
+
+
+def _supervised(config: Config, given: Explicit) -> Iterator[str]:
+    """What supervised training needs, and what has no part in it."""
+    data, run = config.train_data, config.sft_from
+    if (data is None) == (run is None):
+        both = "exclude each other" if data is not None else "are both missing"
+        yield f"--loss-type sft_loss: --train-data FILE and --sft-from RUN {both}: one of them says what is learned."
+    if data is not None and not Path(data).exists() and not glob.glob(data, recursive=True):
+        yield f"--train-data: no {'file matches' if glob.has_magic(data) else 'such file'}: {data}"
+    if run is not None and not (Path(run) / "trajectories").is_dir():
+        yield f"--sft-from {run}: not a run folder: it has no folder `trajectories`."
+    if "sft_min_reward" in given and run is None:
+        yield f"{given['sft_min_reward']} has no effect without --sft-from."
+    if config.eval_interval:
+        yield (
+            f"--eval-interval {config.eval_interval}: with --loss-type sft_loss no engine runs, so nothing is "
+            "evaluated on the way. Leave it out, and evaluate a checkpoint: agentrl eval --run RUN --env NAME."
+        )
+    if config.n_samples_per_prompt != 1:
+        yield f"--n-samples-per-prompt {config.n_samples_per_prompt}: --loss-type sft_loss learns each once: give 1."
+    if config.rollout_temperature != 1.0:
+        yield f"--rollout-temperature {config.rollout_temperature:g}: with --loss-type sft_loss it must be 1."
+    for name in given:
+        if name in _NOT_SUPERVISED:
+            yield f"{given[name]} has no effect with --loss-type sft_loss: nothing is played."
+    yield from import_problems("--custom-loss-function-path", config.custom_loss_function_path)
 
 
 def import_problems(flag: str, spec: str | None) -> Iterator[str]:
@@ -349,6 +404,7 @@ _NEEDS: dict[str, tuple[Callable[[Config], bool], tuple[str, ...]]] = {
         ("gamma",),
     ),
     "--advantage-estimator ppo": (lambda c: _has_critic(c), ("lambd", *_CRITIC)),
+    "--loss-type sft_loss": (lambda c: c.is_supervised, ("train_data", "sft_from", "sft_min_reward")),
     "--use-wandb": (lambda c: c.use_wandb, ("wandb_project",)),
     "--lr-decay-style linear, cosine, inverse-square-root or WSD": (
         lambda c: c.lr_decay_style != "constant",

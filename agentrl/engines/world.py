@@ -59,5 +59,5 @@ class World:
 
     def is_shared(self, asked: Config) -> bool:
         """Whether the one rank and the one engine of a run have but one GPU, of which each gets a half."""
-        engines = asked.rollout_num_engines or 1
+        engines = 0 if asked.is_supervised else asked.rollout_num_engines or 1
         return (self.gpus, asked.world_size, engines, asked.rollout_num_gpus_per_engine) == (1, 1, 1, 1)

@@ -74,12 +74,14 @@ def check_nodes(nodes: int) -> None:
 
 
 def bundles_of(cfg: Config, world: World) -> list[Bundle]:
-    """What a run asks of Ray: ranks, engines, the manager, in this order.
+    """What a run asks of Ray: ranks, engines, the manager, in this order; ranks alone where nothing is played.
 
     Raises:
         ConfigError: there are GPUs, but not enough.
     """
     engines, per_engine = cfg.rollout_num_engines or 1, world.engine_ranks(cfg) if world.has_gpu else 0
+    if cfg.is_supervised:
+        engines = 0
     needed, share = cfg.world_size + engines * per_engine, 0.5 if world.is_shared(cfg) else 1.0
     if world.has_gpu and needed * share > world.gpus:
         raise ConfigError(
@@ -91,7 +93,7 @@ def bundles_of(cfg: Config, world: World) -> list[Bundle]:
     per_rank = share if world.has_gpu else 0
     ranks = [Bundle(f"rank-{i}", 1, per_rank, node=i // per_node) for i in range(cfg.world_size)]
     places = [Bundle(f"engine-{i}", 1, per_engine * share) for i in range(engines)]
-    return [*ranks, *places, Bundle("rollout-manager", 1)]
+    return ranks if cfg.is_supervised else [*ranks, *places, Bundle("rollout-manager", 1)]
 
 
 def placement(bundles: Sequence[Bundle]) -> tuple[list[list[dict[str, float]]], list[tuple[int, int]]]:

@@ -38,6 +38,7 @@ from agentrl.orchestrator.cluster import Cluster, bundles_of, check_nodes
 from agentrl.orchestrator.handles import RolloutHandle, TrainerHandle, create_ranks
 from agentrl.orchestrator.loop import best_metrics, due, evaluates_at_start, keep_best, training_loop
 from agentrl.orchestrator.notices import at_start
+from agentrl.orchestrator.supervised import SupervisedData, check_examples, supervised_loop
 from agentrl.orchestrator.watch import ProcessLostError, Watch, with_pulse
 from agentrl.processes.signals import cancel_on_signals, stderr_to, write_log_to
 from agentrl.processes.warden import Warden
@@ -59,7 +60,10 @@ KILLED = (
 )
 ADOPTIONS = 3
 """How often a fork tries to get hold of the newest checkpoint of a run that goes on."""
-PATHS = ("weight_snapshot_dir", "save", "save_hf", "hf_checkpoint", "ref_load", "critic_load", "chat_template")
+PATHS = (
+    *("weight_snapshot_dir", "save", "save_hf", "hf_checkpoint", "ref_load", "critic_load", "chat_template"),
+    *("train_data", "sft_from"),
+)
 HOOKS = (
     *("env", "custom_rm_path", "custom_generate_function_path", "data_source_path"),
     *("advantage_estimator", "custom_loss_function_path"),
@@ -99,7 +103,8 @@ def train(cfg: Config) -> int:
                     start_engines_ahead(cfg, run),
                     Cluster(partial(bundles_of, cfg), namespace=run.path.name, temp_dir=temp_dir) as cluster,
                 ):
-                    asyncio.run(_run(run.config, cluster, run, progress, source, weights_dir))
+                    running = _run_supervised if cfg.is_supervised else _run
+                    asyncio.run(running(run.config, cluster, run, progress, source, weights_dir))
             elif source is not None:
                 store = CheckpointStore(run.checkpoints)
                 settle(run, store, start, progress)
@@ -119,8 +124,8 @@ def train(cfg: Config) -> int:
 
 
 def start_engines_ahead(cfg: Config, run: RunDir) -> contextlib.AbstractContextManager[None]:
-    """Engines import SGLang while Ray starts. Not where they may be placed on other machines."""
-    if os.environ.get("RAY_ADDRESS") or cfg.host != "127.0.0.1":
+    """Engines import SGLang while Ray starts. Not where they may be placed on other machines, or there are none."""
+    if cfg.is_supervised or os.environ.get("RAY_ADDRESS") or cfg.host != "127.0.0.1":
         return contextlib.nullcontext()
     return engines_ahead(
         engine_spec(cfg, str(cfg.hf_checkpoint), World.here()), cfg.rollout_num_engines or 1, log_dir=run.logs
@@ -132,7 +137,10 @@ def checked(cfg: Config) -> Config:
     cfg = with_absolute_paths(cfg)
     check_nodes(cfg.actor_num_nodes)
     load_algorithm(cfg.section(AlgorithmOptions)).check(cfg.n_samples_per_prompt)
-    check_environment(cfg)
+    if cfg.is_supervised:
+        check_examples(cfg)
+    else:
+        check_environment(cfg)
     return cfg
 
 
@@ -323,8 +331,7 @@ async def _run(
                 watch.processes(cluster.processes())
                 progress.stage("starting engines and trainer")
                 trainer, rollout = start_actors(cfg, cluster, run, weights_dir)
-                for number, rank in enumerate(trainer.ranks):
-                    watch.actor(f"trainer rank {number}", rank, run.logs / f"trainer-{number}.log")
+                watch_ranks(watch, trainer, run)
                 watch.actor("the rollout manager", rollout.manager, run.logs / "rollout-manager.log")
                 if source is None and evaluates_at_start(cfg, run, 0) and not cluster.world.has_gpu:
                     # The ranks are not needed yet, and would take the cores on which the engines start.
@@ -337,11 +344,7 @@ async def _run(
                     log.warning(note)
                     progress.log(Text(note))
                 log.info("the engines run")
-                start = 0
-                if source is not None:
-                    progress.stage(f"loading the checkpoint after step {source.step}")
-                    await source.load(trainer=trainer, rollout=rollout)
-                    start = source.step
+                start = await load(source, trainer, rollout, progress)
                 # Not before the engines run: a start that fails, or is ended as a mistake, has changed nothing.
                 settle(run, checkpoints, start, progress)
                 await training_loop(
@@ -365,6 +368,46 @@ async def _run(
             await checkpoints.end(patience)
 
 
+async def _run_supervised(
+    cfg: Config, cluster: Cluster, run: RunDir, progress: Progress, source: Checkpoint | None, weights_dir: str
+) -> None:
+    checkpoints = CheckpointStore(run.checkpoints, keep_last=cfg.keep_last)
+    with cancel_on_signals():
+        async with Watch(2 * cfg.rollout_health_check_timeout) as watch:
+            watch.processes(cluster.processes())
+            progress.stage("starting the trainer")
+            trainer = start_trainer(cfg, cluster, run, weights_dir)
+            watch_ranks(watch, trainer, run)
+            await trainer.begin()
+            _, data = await asyncio.gather(trainer.ready(), asyncio.to_thread(SupervisedData.of, cfg))
+            start = await load(source, trainer, data, progress)
+            settle(run, checkpoints, start, progress)
+            await supervised_loop(
+                cfg, start=start, trainer=trainer, data=data, checkpoints=checkpoints, run=run, progress=progress
+            )
+            if cfg.save_hf:
+                progress.stage("exporting the model")
+                await trainer.save_hf(Path(cfg.save_hf))
+        progress.stage("stopping")
+
+
+def watch_ranks(watch: Watch, trainer: TrainerHandle, run: RunDir) -> None:
+    """A rank that is lost ends the run."""
+    for number, rank in enumerate(trainer.ranks):
+        watch.actor(f"trainer rank {number}", rank, run.logs / f"trainer-{number}.log")
+
+
+async def load(
+    source: Checkpoint | None, trainer: TrainerHandle, rollout: RolloutHandle | SupervisedData, progress: Progress
+) -> int:
+    """Go on from a checkpoint, if there is one; the number of steps done."""
+    if source is None:
+        return 0
+    progress.stage(f"loading the checkpoint after step {source.step}")
+    await source.load(trainer=trainer, rollout=rollout)
+    return source.step
+
+
 def settle(run: RunDir, checkpoints: CheckpointStore, start: int, progress: Progress) -> None:
     """Have the folder hold what was done in ``start`` rollouts and nothing else; a kill in between is made up for."""
     log.info("at step %d", start)
@@ -375,25 +418,31 @@ def settle(run: RunDir, checkpoints: CheckpointStore, start: int, progress: Prog
         progress.log(Text(mended))
 
 
+def start_trainer(cfg: Config, cluster: Cluster, run: RunDir, weights_dir: str) -> TrainerHandle:
+    """Create the ranks' actors."""
+    places = [cluster.options(i) for i in range(cfg.world_size)]
+    ranks = create_ranks(cfg, str(cfg.hf_checkpoint), places, weights_dir=weights_dir, log_dir=run.logs)
+    return TrainerHandle(ranks, num_steps=cfg.num_steps_per_rollout or 1, deadline=TRAIN_DEADLINE_S)
+
+
 def start_actors(cfg: Config, cluster: Cluster, run: RunDir, weights_dir: str) -> tuple[TrainerHandle, RolloutHandle]:
     """Create all actors; they start at the same time."""
     from agentrl.orchestrator.manager import RolloutManager
 
     model = str(cfg.hf_checkpoint)
-    *places, manager_place = (cluster.options(i) for i in range(len(cluster.bundles)))
-    of_ranks, of_engines = places[: cfg.world_size], places[cfg.world_size :]
-    ranks = create_ranks(cfg, model, of_ranks, weights_dir=weights_dir, log_dir=run.logs)
+    trainer = start_trainer(cfg, cluster, run, weights_dir)
+    *of_engines, manager_place = (cluster.options(i) for i in range(cfg.world_size, len(cluster.bundles)))
     manager = (
         with_pulse(RolloutManager)
         .options(**manager_place, max_concurrency=1000)
-        .remote(cfg, str(run.path), model, of_engines, cluster.world, ranks[0])
+        .remote(cfg, str(run.path), model, of_engines, cluster.world, trainer.ranks[0])
     )
     episodes = cfg.rollout_batch_size * cfg.n_samples_per_prompt
     sets = 1 + len(cfg.eval_prompt_data) + len(cfg.eval_env)
     held_out = cfg.eval_tasks * cfg.n_samples_per_eval_prompt * sets
     waves = max(episodes, held_out) / cfg.rollout_concurrency + 1
     return (
-        TrainerHandle(ranks, num_steps=cfg.num_steps_per_rollout or 1, deadline=TRAIN_DEADLINE_S),
+        trainer,
         RolloutHandle(
             manager,
             deadline=START_DEADLINE_S + cfg.engine_timeout,
@@ -415,7 +464,7 @@ def how_to_go_on(run: RunDir, progress: Progress, error: BaseException) -> None:
 
 def report(run: RunDir, progress: Progress) -> None:
     """The closing words: before and after, an episode of each, where everything lies, what to type next."""
-    figure = run.plot_reward()
+    supervised = run.config.is_supervised
     evaluations = list(run.evaluations())
     if len(evaluations) > 1:
         first, last = evaluations[0], evaluations[-1]
@@ -434,16 +483,22 @@ def report(run: RunDir, progress: Progress) -> None:
         if rows:
             progress.log(before_after(rows, (first["step"], last["step"])))
     folder = shown(run.path)
-    places = {"run folder": folder, "reward curve": shown(figure)}
+    places = {"run folder": folder} | ({} if supervised else {"reward curve": shown(run.plot_reward())})
     if run.config.tensorboard:
         places["TensorBoard"] = f"tensorboard --logdir {folder}/tensorboard"
     following = {
         "train on an environment of your own": "agentrl train --env my_env.py:MyEnv",
     }
     if CheckpointStore(run.checkpoints).newest_step():
-        following = {
+        what_it_does = {
             "look at episodes that failed": f"agentrl show {folder} --failed",
             "evaluate the trained agent": f"agentrl eval --run {folder}",
+        }
+        if supervised:
+            what_it_does = {"evaluate the model as an agent": f"agentrl eval --run {folder} --env NAME"}
+            following = {"train it on": "agentrl train --env NAME --hf-checkpoint my-agent"}
+        following = {
+            **what_it_does,
             "write it as a Hugging Face model": f"agentrl export --run {folder} --output-dir my-agent",
         } | following
         if evaluations and evaluations[0]["step"] != evaluations[-1]["step"]:

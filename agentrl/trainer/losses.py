@@ -108,6 +108,11 @@ def _eps_clip_high(options: AlgorithmOptions) -> float:
     return options.eps_clip if options.eps_clip_high is None else options.eps_clip_high
 
 
+def nll(tokens: Tokens, options: AlgorithmOptions) -> Term:
+    """Negative log-likelihood, times the advantage: ``-A * log(policy)``."""
+    return Term("nll", -tokens["advantage"] * tokens.logprobs)
+
+
 def kl(tokens: Tokens, options: AlgorithmOptions) -> Term | None:
     """``--kl-loss-coef`` times the estimate of KL(policy || reference), with ``--use-kl-loss``.
 
@@ -132,7 +137,7 @@ def entropy(tokens: Tokens, options: AlgorithmOptions) -> Term | None:
     return Term("entropy", tokens.entropy, -options.entropy_coef)
 
 
-TERMS: dict[str, TermFunction] = {f.__name__: f for f in (clipped_surrogate, clipped_weights, kl, entropy)}
+TERMS: dict[str, TermFunction] = {f.__name__: f for f in (clipped_surrogate, clipped_weights, nll, kl, entropy)}
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Term:
@@ -159,7 +164,7 @@ class Loss:
     """
 
     def __init__(self, algorithm: Algorithm, options: AlgorithmOptions):
-        self._options = options
+        self._options, self._off_policy = options, algorithm.off_policy
         self._terms: list[TermFunction] = []
         names = algorithm.terms
         if options.custom_loss_function_path:
@@ -177,7 +182,7 @@ class Loss:
 
     def __call__(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Loss of a micro-batch, a weighted sum over its tokens; weighted sums for :func:`metrics_of`, float64; the
-        largest |log-probability of the trainer - of the engine|."""
+        largest |log-probability of the trainer - of the engine|, 0 where no engine is compared with."""
         weight = tokens["weight"]
         total = weight.new_zeros(())
         means: dict[str, Tensor] = {}
@@ -186,20 +191,23 @@ class Loss:
             total = total + term.coef * (weight * term.values).sum()
             means |= {term.metric: term.values, **term.metrics}
         with torch.no_grad():
-            d = tokens.logprobs.detach() - tokens["rollout"]
-            ratio = torch.exp(d)
-            means.setdefault("entropy", -tokens.logprobs)  # the one-sample estimate, where no term has the exact one
-            means |= {
-                "ppo_kl": -tokens.log_ratio,
-                "logprob_abs_diff_mean": d.abs(),
-                "rollout_kl": torch.expm1(d) - d,
-                "importance": ratio,
-                "importance_squared": ratio.square(),
-            }
+            d = tokens.logprobs.new_zeros(())
+            if not self._off_policy:
+                d = tokens.logprobs.detach() - tokens["rollout"]
+                ratio = torch.exp(d)
+                # The one-sample estimate, where no term has the exact one.
+                means.setdefault("entropy", -tokens.logprobs)
+                means |= {
+                    "ppo_kl": -tokens.log_ratio,
+                    "logprob_abs_diff_mean": d.abs(),
+                    "rollout_kl": torch.expm1(d) - d,
+                    "importance": ratio,
+                    "importance_squared": ratio.square(),
+                }
             weight = weight.double()
             sums = {name: (weight * values.detach().double()).sum() for name, values in means.items()}
             sums["loss"] = weight.new_zeros(()) + sum(term.coef * sums[term.metric] for term in terms)
-            sums |= {"weight": weight.sum(), "sampled_tokens": weight.new_tensor(d.numel())}
+            sums |= {"weight": weight.sum(), "sampled_tokens": weight.new_tensor(tokens.logprobs.numel())}
             return total, sums, d.abs().max() if d.numel() else d.new_zeros(())
 
     def names(self, columns: Mapping[str, np.ndarray]) -> list[str]:
@@ -219,7 +227,7 @@ def metrics_of(sums: Mapping[str, float], largest: float, scale: float) -> dict[
     ``logprob_abs_diff_*``, ``rollout_kl`` and ``ess`` compare the trainer's log-probabilities (before the
     update) with those the engine gave: mean and largest |difference|, the k3 estimate of
     KL(engine || trainer), and the effective sample size of the importance weights as a share of
-    the tokens (1 = on policy).
+    the tokens (1 = on policy). Of an algorithm that is off policy there are none of these.
 
     Args:
         scale: factor in the weights that is not part of the loss.
@@ -227,10 +235,10 @@ def metrics_of(sums: Mapping[str, float], largest: float, scale: float) -> dict[
     rest = dict(sums)
     weight, loss, tokens = rest.pop("weight"), rest.pop("loss"), rest.pop("sampled_tokens")
     mean = {name: value / weight if weight else 0.0 for name, value in rest.items()}
-    squared, importance = mean.pop("importance_squared"), mean.pop("importance")
-    return {f"train/{name}": value for name, value in mean.items()} | {
-        "train/loss": loss / scale,
-        "train/logprob_abs_diff_max": largest,
-        "train/ess": importance**2 / squared if squared > 0 else 1.0,
-        "train/sampled_tokens": tokens,
-    }
+    compared = {}
+    if "importance" in mean:
+        squared, importance = mean.pop("importance_squared"), mean.pop("importance")
+        ess = importance**2 / squared if squared > 0 else 1.0
+        compared = {"train/logprob_abs_diff_max": largest, "train/ess": ess}
+    metrics = {f"train/{name}": value for name, value in mean.items()} | compared
+    return metrics | {"train/loss": loss / scale, "train/sampled_tokens": tokens}

@@ -352,10 +352,11 @@ class ChatTemplate:
             found.insert(0, self.end_of_turn_id)
             if self.end_of_turn_id is None:
                 # GLM ends a turn by the token that opens the next one, whoever speaks there.
-                found += [self._next_turn(role) for role in ("user", "tool")]
+                found += [self.next_turn(role) for role in ("user", "tool")]
         return tuple(dict.fromkeys(int(i) for i in found if i is not None))
 
-    def _next_turn(self, role: str) -> int | None:
+    def next_turn(self, role: str) -> int | None:
+        """The token that opens a message of ``role`` after one of the assistant; None where the template has none."""
         try:
             next_turn = self._after_turn([{"role": role, "content": "u", "name": "u", "tool_call_id": "u00000000"}])
             return next(iter(self._controls(next_turn)), None)

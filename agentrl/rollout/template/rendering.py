@@ -93,9 +93,14 @@ class Renderer:
             return self.render(messages, _PROBE_TOOLS, generation=generation)
 
     def render_conformed(self, messages: Sequence[dict[str, Any]], tools: Tools = None) -> str:
-        """As :meth:`render`; messages that the template refuses are tried again in the forms of strict templates.
+        """As :meth:`render`, of the messages in the first form that is :meth:`accepted`."""
+        return self.accepted(messages, tools)[1]
 
-        They are :func:`one_call_at_a_time`, :func:`conformed`, and both.
+    def accepted(
+        self, messages: Sequence[dict[str, Any]], tools: Tools = None, *, generation: bool = True
+    ) -> tuple[list[dict[str, Any]], str]:
+        """Messages in a form that the template takes, and their text: what it refuses is tried again in the forms of
+        strict templates, :func:`one_call_at_a_time`, :func:`conformed`, and both.
 
         Raises:
             ConfigError: there is no template.
@@ -109,7 +114,7 @@ class Renderer:
                 continue
             tried.append(form)
             try:
-                return self.render(form, tools)
+                return form, self.render(form, tools, generation=generation)
             except EnvError as error:
                 refused = refused or error
         assert refused is not None  # the messages as they are were tried

@@ -1,0 +1,246 @@
+"""Supervised fine-tuning: batches of written conversations, or of a run's stored trajectories, in place of rollouts.
+
+Nothing is played: no engine, no router and no rollout manager. The driver makes the batches; ranks, checkpoints, run
+folder and metrics are those of every training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from agentrl.algorithms import TrainBatch, load_algorithm, trainable
+from agentrl.config.schema import AlgorithmOptions
+from agentrl.config.serialize import read_run_config
+from agentrl.data.account import TaskAccount
+from agentrl.data.episodes import by_episode, reward_of, solved
+from agentrl.data.store import TrajectoryStore
+from agentrl.errors import AgentRLError, ConfigError, DataError, EnvError
+from agentrl.orchestrator.loop import due, spoken
+from agentrl.orchestrator.notices import Lasting, steps_left_out
+from agentrl.progress import Progress
+from agentrl.rollout.options import open_chat
+from agentrl.rollout.written import Writer
+from agentrl.tasks.chats import read_chats
+from agentrl.tasks.source import TaskSource
+from agentrl.types import Group, Segment, Trajectory, replace
+
+if TYPE_CHECKING:
+    from agentrl.config.schema import Config
+    from agentrl.data.checkpoint import CheckpointStore
+    from agentrl.data.run_folder import RunDir
+    from agentrl.orchestrator.handles import TrainerHandle
+
+log = logging.getLogger(__name__)
+
+
+class Examples(Protocol):
+    """What is learned, by number. ``ids`` are the same wherever the same is learned."""
+
+    ids: list[str]
+
+    def segments(self, number: int) -> list[Segment]:
+        """Its tokens, mask 1 where they are learned. Raises DataError that says where it stands."""
+
+
+class WrittenChats:
+    """The conversations of ``--train-data``, in the model's chat template."""
+
+    def __init__(self, cfg: Config):
+        self._chats = read_chats(str(cfg.train_data))
+        self._writer = Writer(open_chat(cfg, str(cfg.hf_checkpoint)))
+        self.ids = [chat.chat_id for chat in self._chats]
+
+    def segments(self, number: int) -> list[Segment]:
+        chat = self._chats[number]
+        try:
+            return self._writer.segments(chat.messages, chat.tools)
+        except EnvError as error:
+            raise DataError(f"{chat.place}: {error}") from None
+
+
+class StoredTrajectories:
+    """The trajectories of ``--sft-from`` whose episode succeeded, or earned ``--sft-min-reward``: the very tokens that
+    the policy sampled, in the order of their rollouts.
+
+    Raises:
+        DataError: there are none, or a file is torn.
+        ConfigError: the run's model had other tokens.
+    """
+
+    def __init__(self, cfg: Config):
+        run, least = Path(str(cfg.sft_from)), cfg.sft_min_reward
+        refuse_other_tokens(cfg, run)
+        self.ids: list[str] = []
+        self._segments: list[list[Segment]] = []
+        episodes, best = 0, -math.inf
+        store = TrajectoryStore(run / "trajectories", read_only=True)
+        for part in store.parts("train"):
+            for episode in by_episode(filter(trainable, store.read("train", step=part.step))):
+                episodes, best = episodes + 1, max(best, reward_of(episode))
+                if not (solved(episode) if least is None else reward_of(episode) >= least):
+                    continue
+                for trajectory in episode:
+                    self.ids.append(f"{part.step}/{trajectory.trajectory_id}")
+                    self._segments.append(trajectory.segments)
+        if not self.ids:
+            wanted = "solved its task" if least is None else f"earned --sft-min-reward {least:g}"
+            found = f"{episodes} that were trained on, the best reward is {best:g}" if episodes else "none at all"
+            raise DataError(f"--sft-from {run}: no stored episode of training {wanted}; there are {found}.")
+
+    def segments(self, number: int) -> list[Segment]:
+        return self._segments[number]
+
+
+def refuse_other_tokens(cfg: Config, run: Path) -> None:
+    """Raises ConfigError where the run's model has another tokenizer: its ids would mean other words."""
+    try:
+        theirs = Path(str(read_run_config(run).get("hf_checkpoint"))) / "tokenizer.json"
+    except AgentRLError:
+        return
+    ours = Path(str(cfg.hf_checkpoint)) / "tokenizer.json"
+    if theirs.is_file() and ours.is_file() and theirs.read_bytes() != ours.read_bytes():
+        raise ConfigError(
+            f"--sft-from {run} holds tokens of {theirs.parent}, and --hf-checkpoint {ours.parent} has another "
+            "tokenizer.json: they would be other words. Train the run's own model, or one of its checkpoints."
+        )
+
+
+def open_examples(cfg: Config) -> Examples:
+    """What ``--train-data`` or ``--sft-from`` names. Raises AgentRLError."""
+    return WrittenChats(cfg) if cfg.train_data is not None else StoredTrajectories(cfg)
+
+
+def check_examples(cfg: Config) -> None:
+    """Read the data, and make tokens of the first example, so that what is wrong is said before anything starts."""
+    open_examples(cfg).segments(0)
+
+
+class SupervisedData:
+    """Examples as batches: each once an epoch, in an order that the seed gives each epoch. An account is kept of them,
+    as of tasks, so that a run that goes on does so with the next one.
+
+    Args:
+        examples: what is learned.
+        size: examples of a batch.
+        seed: of the order.
+        longest: most tokens of a segment; an example with a longer one is left out and counted as dropped.
+    """
+
+    def __init__(self, examples: Examples, *, size: int, seed: int, longest: int):
+        self.examples, self.size, self.longest = examples, size, longest
+        ids = examples.ids
+        self._source = TaskSource("sft", len(ids), seed=seed, id_of_task=lambda split, index: ids[index])
+        self.account = TaskAccount(self._source)
+        self._digest = hashlib.sha256("\n".join(ids).encode()).hexdigest()
+        self._in_training: list[str] = []
+        self._too_long: set[str] = set()
+
+    @classmethod
+    def of(cls, cfg: Config) -> SupervisedData:
+        """As the options say. Raises AgentRLError."""
+        return cls(open_examples(cfg), size=cfg.rollout_batch_size, seed=cfg.seed, longest=cfg.rollout_max_context_len)
+
+    def next_batch(self) -> tuple[TrainBatch, dict[str, float], str | None]:
+        """The next examples, without columns; metrics; a sentence on those that are too long, the first time.
+
+        Raises:
+            DataError: one cannot be made into tokens, or all of an epoch are too long.
+        """
+        began, groups, passed, named = time.monotonic(), list[Group](), 0, list[str]()
+        while len(groups) < self.size:
+            for pending in self.account.get_samples(self.size - len(groups)):
+                segments = self.examples.segments(pending.task.options["index"])
+                if max(map(len, segments), default=0) <= self.longest:
+                    trajectory = Trajectory(pending.group_id, pending.group_id, pending.task, segments, [])
+                    groups.append(Group(pending.group_id, pending.task, [trajectory]))
+                    continue
+                self.account.drop([pending.group_id])
+                passed += 1
+                if pending.task.task_id not in self._too_long:
+                    self._too_long.add(pending.task.task_id)
+                    named.append(pending.task.task_id)
+                if not groups and passed >= len(self.examples.ids):
+                    raise DataError(
+                        f"all {len(self.examples.ids)} examples are longer than --rollout-max-context-len "
+                        f"{self.longest}, the last of {max(map(len, segments))} tokens. Raise the limit."
+                    )
+        self.account.add_samples(groups)
+        self._in_training = [group.group_id for group in groups]
+        batch = replace(TrainBatch.from_groups(groups, set(self._in_training)), columns={})
+        metrics = {f"data/{name}": float(count) for name, count in self.account.counts.items()}
+        metrics |= {"data/epoch": self._source.cursor / len(self.examples.ids), "time/data": time.monotonic() - began}
+        too_long = (
+            f"{len(named)} examples have more tokens than --rollout-max-context-len {self.longest} and are left out: "
+            f"{', '.join(named[:5])}{', ...' if len(named) > 5 else ''}"
+        )
+        return batch, metrics, too_long if named else None
+
+    def mark_trained(self) -> None:
+        """The optimizer has taken the last batch."""
+        self.account.mark_trained(self._in_training)
+        self._in_training = []
+
+    async def state(self) -> dict[str, Any]:
+        """JSON-ready state for a checkpoint."""
+        return {"buffer": self.account.state_dict(), "data": self._digest}
+
+    async def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's state. Raises DataError where other examples were learned."""
+        if state.get("data") != self._digest:
+            raise DataError(
+                "the checkpoint was made with other examples than --train-data or --sft-from has now, so its place in "
+                "them is unknown. Put the old ones back, or start a new run from its model: agentrl export, and "
+                "--hf-checkpoint."
+            )
+        self.account.load_state_dict(state["buffer"])
+
+
+async def supervised_loop(
+    cfg: Config,
+    *,
+    start: int,
+    trainer: TrainerHandle,
+    data: SupervisedData,
+    checkpoints: CheckpointStore,
+    run: RunDir,
+    progress: Progress,
+) -> None:
+    """Train from step ``start`` to ``cfg.num_rollout``: a batch, credit, update, save."""
+    import ray
+
+    algorithm = load_algorithm(cfg.section(AlgorithmOptions))
+    lasting = Lasting()
+    for step in range(start, cfg.num_rollout):
+        began = time.monotonic()
+        progress.stage("training")
+        batch, metrics, too_long = await asyncio.to_thread(data.next_batch)
+        trained, _ = await trainer.update([ray.put(batch)], algorithm.prepare(batch))
+        data.mark_trained()
+        version = step + 1
+        metrics |= trained | {"time/step": time.monotonic() - began}
+        report(version, metrics, run=run, progress=progress)
+        progress.warn(too_long)
+        progress.warn(lasting.say("gradients", steps_left_out(trained)))
+        if due(version, cfg.save_interval, cfg.num_rollout):
+            progress.stage("saving a checkpoint")
+            await checkpoints.save(version, trainer=trainer, rollout=data)
+
+
+def report(version: int, metrics: dict[str, float], *, run: RunDir, progress: Progress) -> None:
+    """Write one step's metrics and show its line."""
+    log.info("step %d: %s", version, spoken(metrics))
+    run.log_metrics(version, metrics)
+    progress.step_done(
+        version,
+        None,
+        None,
+        f"step {version}: loss {metrics['train/loss']:.4f}  {metrics['train/sampled_tokens']:,.0f} of "
+        f"{metrics['train/tokens']:,.0f} tokens learned  epoch {metrics['data/epoch']:.2f}  "
+        f"grad norm {metrics['train/grad_norm']:.2f}  {metrics['time/step']:.1f} s",
+    )
