@@ -13,7 +13,7 @@ from agentrl.config.megatron_options import ACTS, CHECKPOINT, ONLY, OWNED
 from agentrl.config.names import IMPLIED, NOT_AVAILABLE
 from agentrl.config.options import Option, options
 from agentrl.config.parse import ALIASES
-from agentrl.config.presets import BEYOND, PRESETS, TUNED_TO
+from agentrl.config.presets import BEYOND, PRESETS, SUPERVISED, TUNED_TO
 from agentrl.config.schema import Config, EvalConfig
 
 PAGE = Path(__file__).parents[1] / "assets" / "configuration.md"
@@ -55,6 +55,7 @@ def render() -> str:
         shared=_listed(shared),
         aliases=", ".join(f"`--{alias}` is `{evaluation[name].flag}`" for alias, name in second),
         presets="\n\n".join(map(_preset, PRESETS)),
+        supervised=_listed(f"{train[key].flag} {value}" for key, value in SUPERVISED.items()),
         sglang=_listed(SGLANG_OWNED),
         acts=_listed(sorted(ACTS)),
         checkpoint=_listed(CHECKPOINT),

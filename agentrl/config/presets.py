@@ -54,6 +54,8 @@ def demo_alone(config: Config | EvalConfig) -> str | None:
     """What to know of the embedded model where it plays something else than it was made for; None otherwise."""
     env = (config.env,) if isinstance(config.env, str) else config.env
     own = any(key.rpartition(".")[2] in ("train_data", "test_data") for key in config.env_args)
+    if getattr(config, "is_supervised", False):
+        return None
     if config.hf_checkpoint != str(demo_folder()) or (set(env) == {TUNED_TO} and not own):
         return None
     return (

@@ -168,7 +168,9 @@ def _supervised(config: Config, given: Explicit) -> Iterator[str]:
     if config.rollout_temperature != 1.0:
         yield f"--rollout-temperature {config.rollout_temperature:g}: with --loss-type sft_loss it must be 1."
     for name in given:
-        if name in _NOT_SUPERVISED:
+        if name == "prompt_data":
+            yield f"{given[name]} names tasks, which are played: with --loss-type sft_loss give --train-data the file."
+        elif name in _NOT_SUPERVISED:
             yield f"{given[name]} has no effect with --loss-type sft_loss: nothing is played."
     yield from import_problems("--custom-loss-function-path", config.custom_loss_function_path)
 

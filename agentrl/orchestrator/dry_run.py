@@ -21,12 +21,14 @@ from agentrl.planning import Shape, memory_of
 
 Section = list[tuple[str, str]]
 """Lines of one heading: what, and its value."""
+PLAYED = ("an engine rank", "snapshot", "engines", "rollout manager")
+"""Lines that are not there where nothing is played."""
 
 
 def dry_run(cfg: Config) -> None:
     """Make every check that a start makes, and print what it would start.
 
-    An episode of each environment is played without a model, as before a start.
+    An episode of each environment is played without a model, as before a start; what is learned in its place is read.
 
     Raises:
         AgentRLError: what the start would end with.
@@ -41,13 +43,13 @@ def dry_run(cfg: Config) -> None:
         held, source = find_start(cfg, stack)
     start = source.step if source else 0
     folder = held.path if held else new_folder(cfg)
-    _, notes = open_template(cfg, str(cfg.hf_checkpoint))
+    notes = [] if cfg.is_supervised else open_template(cfg, str(cfg.hf_checkpoint))[1]
     paths = _paths(cfg, folder, str(source.path) if source else None)
     memory = memory_of(cfg, Shape.of(str(cfg.hf_checkpoint)), world.device if world else "cuda")
     sections = {
         "placement": _placement(cfg, world),
         "batch": _batch(cfg, held, start),
-        "memory": memory.lines(),
+        "memory": [line for line in memory.lines() if not (cfg.is_supervised and line[0] in PLAYED)],
         "paths": paths,
     }
     for heading, lines in sections.items():
@@ -80,13 +82,15 @@ def _placement(cfg: Config, world: World | None) -> Section:
         where = f"this machine, no GPU, {os.cpu_count()} CPU cores"
         each = "a process each" + (f" of {cfg.threads} threads" if cfg.threads else "")
         of_engine = f"{threads} thread{'s' if threads > 1 else ''} each"
-    return [
+    servers = "" if cfg.is_supervised else f"engines at {cfg.host}, router and "
+    lines = [
         ("on", where),
         ("trainer", f"{ranks} rank{'s' if ranks > 1 else ''} = {layout}; {each}"),
         ("engines", f"{engines} SGLang server{'s' if engines > 1 else ''}; {of_engine}"),
         ("rollout manager", "1 process, with the router"),
-        ("addresses", f"engines at {cfg.host}, router and Ray at 127.0.0.1; free ports, keys of the run"),
+        ("addresses", f"{servers}Ray at 127.0.0.1; free ports, keys of the run"),
     ]
+    return [line for line in lines if not (cfg.is_supervised and line[0] in PLAYED)]
 
 
 def _batch(cfg: Config, held: RunDir | None, start: int) -> Section:
@@ -121,14 +125,15 @@ def _batch(cfg: Config, held: RunDir | None, start: int) -> Section:
 
 
 def _paths(cfg: Config, folder: Path, source: str | None) -> Section:
-    weights, saves = weights_place(cfg, folder), cfg.save_interval or cfg.best_metric
+    weights, saves = None if cfg.is_supervised else weights_place(cfg, folder), cfg.save_interval or cfg.best_metric
     lines = [
         ("model", str(cfg.hf_checkpoint)),
+        ("learned", cfg.train_data or cfg.sft_from),
         ("reference", cfg.ref_load),
         ("goes on from", source),
         ("run folder", str(folder)),
         ("checkpoints", str(Path(cfg.save) if cfg.save else folder / "checkpoints") if saves else None),
-        ("weights", f"a folder in {weights or 'the folder for temporary files'}"),
+        ("weights", None if cfg.is_supervised else f"a folder in {weights or 'the folder for temporary files'}"),
         ("export", cfg.save_hf),
     ]
     for place in (folder, cfg.save, cfg.save_hf, weights):

@@ -303,10 +303,14 @@ def weights_place(cfg: Config, run: Path) -> Path | None:
 @contextlib.contextmanager
 def weights_folder(cfg: Config, run: RunDir, warden: Warden) -> Iterator[str]:
     """Where versions of the weights are published: shared memory if nothing else was asked for. Goes with the run.
+    Nowhere (empty) where no engine loads them.
 
     Raises:
         StorageError: there can be no such folder.
     """
+    if cfg.is_supervised:
+        yield ""
+        return
     base = weights_place(cfg, run.path)
     with storage_errors(base or "a temporary folder"):
         if base is not None:

@@ -146,13 +146,13 @@ class SupervisedData:
         """As the options say. Raises AgentRLError."""
         return cls(open_examples(cfg), size=cfg.rollout_batch_size, seed=cfg.seed, longest=cfg.rollout_max_context_len)
 
-    def next_batch(self) -> tuple[TrainBatch, dict[str, float], str | None]:
-        """The next examples, without columns; metrics; a sentence on those that are too long, the first time.
+    def next_batch(self) -> tuple[TrainBatch, str | None]:
+        """The next examples, without columns; a sentence on those that are too long, the first time.
 
         Raises:
             DataError: one cannot be made into tokens, or all of an epoch are too long.
         """
-        began, groups, passed, named = time.monotonic(), list[Group](), 0, list[str]()
+        groups, passed, named = list[Group](), 0, list[str]()
         while len(groups) < self.size:
             for pending in self.account.get_samples(self.size - len(groups)):
                 segments = self.examples.segments(pending.task.options["index"])
@@ -173,18 +173,18 @@ class SupervisedData:
         self.account.add_samples(groups)
         self._in_training = [group.group_id for group in groups]
         batch = replace(TrainBatch.from_groups(groups, set(self._in_training)), columns={})
-        metrics = {f"data/{name}": float(count) for name, count in self.account.counts.items()}
-        metrics |= {"data/epoch": self._source.cursor / len(self.examples.ids), "time/data": time.monotonic() - began}
         too_long = (
             f"{len(named)} examples have more tokens than --rollout-max-context-len {self.longest} and are left out: "
             f"{', '.join(named[:5])}{', ...' if len(named) > 5 else ''}"
         )
-        return batch, metrics, too_long if named else None
+        return batch, too_long if named else None
 
-    def mark_trained(self) -> None:
-        """The optimizer has taken the last batch."""
+    def mark_trained(self) -> dict[str, float]:
+        """The optimizer has taken the last batch; metrics of the account."""
         self.account.mark_trained(self._in_training)
         self._in_training = []
+        counts = {f"data/{name}": float(count) for name, count in self.account.counts.items()}
+        return counts | {"data/epoch": self._source.cursor / len(self.examples.ids)}
 
     async def state(self) -> dict[str, Any]:
         """JSON-ready state for a checkpoint."""
@@ -219,11 +219,11 @@ async def supervised_loop(
     for step in range(start, cfg.num_rollout):
         began = time.monotonic()
         progress.stage("training")
-        batch, metrics, too_long = await asyncio.to_thread(data.next_batch)
+        batch, too_long = await asyncio.to_thread(data.next_batch)
+        made = time.monotonic()
         trained, _ = await trainer.update([ray.put(batch)], algorithm.prepare(batch))
-        data.mark_trained()
         version = step + 1
-        metrics |= trained | {"time/step": time.monotonic() - began}
+        metrics = trained | data.mark_trained() | {"time/data": made - began, "time/step": time.monotonic() - began}
         report(version, metrics, run=run, progress=progress)
         progress.warn(too_long)
         progress.warn(lasting.say("gradients", steps_left_out(trained)))

@@ -34,6 +34,7 @@ def test_each_example_is_learned_once_and_nothing_is_evaluated(learn, data):
     [
         (("--eval-interval", "2"), "--eval-interval 2: .* no engine runs, so nothing is evaluated"),
         (("--env", "search"), "--env has no effect with --loss-type sft_loss: nothing is played"),
+        (("--prompt-data", "x.jsonl"), "--prompt-data names tasks.*give --train-data the file"),
         (("--eps-clip", "0.1"), "--eps-clip has no effect with --loss-type sft_loss"),
         (("--use-kl-loss",), "--use-kl-loss has no effect"),
         (("--advantage-estimator", "ppo"), "--advantage-estimator has no effect"),

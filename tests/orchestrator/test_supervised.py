@@ -18,6 +18,7 @@ from agentrl.engines.world import World
 from agentrl.errors import AgentRLError, ConfigError, DataError
 from agentrl.orchestrator import launch as driver
 from agentrl.orchestrator.cluster import bundles_of
+from agentrl.orchestrator.dry_run import dry_run
 from agentrl.orchestrator.supervised import StoredTrajectories, SupervisedData, WrittenChats
 from agentrl.trainer.ranks import TrainActor
 from agentrl.types import Segment, StopReason, Task, Trajectory
@@ -145,6 +146,13 @@ def test_no_engine_and_no_manager_are_placed(model, chats):
     assert [bundle.name for bundle in bundles_of(cfg, World())] == ["rank-0", "rank-1"]
 
 
+def test_a_dry_run_reads_the_data_and_names_no_engine(model, chats, tmp_path, capsys):
+    dry_run(config(model, "--train-data", chats, "--output-dir", str(tmp_path / "run")))
+    told = capsys.readouterr().out
+    assert "Every check passed" in told and chats in told and "32 tasks × 1 episodes = 32" in told
+    assert "engine" not in told and "router" not in told and not (tmp_path / "run").exists()
+
+
 # -- batches -----------------------------------------------------------------------------------------------
 
 
@@ -154,7 +162,7 @@ def test_each_example_comes_once_an_epoch_in_an_order_of_the_seed(model, chats):
     def drawn(seed: int) -> list[bytes]:
         data, found = SupervisedData(examples, size=4, seed=seed, longest=1000), []
         for _ in range(5):
-            batch, _, _ = data.next_batch()
+            batch, _ = data.next_batch()
             found += [tokens.tobytes() for tokens in np.split(batch.tokens, batch.offsets[1:-1])]
             data.mark_trained()
         return found
@@ -168,8 +176,8 @@ def test_examples_that_are_too_long_are_left_out_and_named(model, chats):
     examples = WrittenChats(config(model, "--train-data", chats))
     lengths = sorted(len(examples.segments(n)[0]) for n in range(CHATS))
     data = SupervisedData(examples, size=CHATS, seed=0, longest=lengths[-1] - 1)
-    batch, metrics, said = data.next_batch()
-    assert len(batch) == CHATS and batch.lengths.max() < lengths[-1] and metrics["data/dropped"] > 0
+    batch, said = data.next_batch()
+    assert len(batch) == CHATS and batch.lengths.max() < lengths[-1] and data.mark_trained()["data/dropped"] > 0
     assert "have more tokens than --rollout-max-context-len" in said
     with pytest.raises(DataError, match="all 10 examples are longer than --rollout-max-context-len 3"):
         SupervisedData(examples, size=2, seed=0, longest=3).next_batch()
@@ -210,7 +218,7 @@ def run(tmp_path, model):
 def test_the_very_tokens_of_successful_episodes_are_learned(run, model):
     examples = StoredTrajectories(config(model, "--sft-from", str(run)))
     assert examples.ids == ["0/a", "1/ccc"]
-    batch, _, _ = SupervisedData(examples, size=2, seed=0, longest=100).next_batch()
+    batch, _ = SupervisedData(examples, size=2, seed=0, longest=100).next_batch()
     assert sorted(batch.tokens.tolist()) == [10, 11, 12, 13, 14, 30, 31, 32, 33, 34]
     assert batch.loss_mask.tolist() == [0, 0, 1, 0, 1] * 2 and not batch.columns
     assert StoredTrajectories(config(model, "--sft-from", str(run), "--sft-min-reward", "0.4")).ids == [
