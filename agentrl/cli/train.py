@@ -15,6 +15,7 @@ Train an agent: roll out episodes, turn their rewards into advantages, train, sy
   agentrl train --env search                                  the embedded model, ready to run
   agentrl train --env my_env.py:MyEnv --hf-checkpoint MODEL   your environment, your model
   agentrl train --prompt-data tasks.jsonl --rm-type math      single-turn tasks from a file
+  agentrl train --loss-type sft_loss --train-data chats.jsonl  supervised: learn written conversations
   agentrl train --load runs/NAME                              go on where a run stopped
 
 With --dry-run everything is checked and printed as it would be, and nothing is started."""
