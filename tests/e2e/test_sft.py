@@ -18,7 +18,7 @@ def test_conversations_are_learned_by_two_ranks_without_an_engine(start, tmp_pat
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = start(
-        "train", "--loss-type", "sft_loss", "--train-data", str(data), "--rollout-batch-size", "6", "--lr", "1e-3",
+        "train", "--loss-type", "sft_loss", "--train-data", str(data), "--rollout-batch-size", "12", "--lr", "2e-4",
         "--num-rollout", "3", "--save-interval", "3", "--actor-num-gpus-per-node", "2", "--output-dir", str(run),
     )  # fmt: skip
     assert command.wait() == 0, command.text[-3000:]
