@@ -56,8 +56,6 @@ class Algorithm:
     :mod:`agentrl.algorithms.aggregation`."""
     sequence_ratio: ClassVar[bool] = False
     """The probability ratio is that of the whole trajectory, see :meth:`log_ratio`."""
-    off_policy: ClassVar[bool] = False
-    """The loss knows no old policy, and whoever gave the tokens is compared with nobody."""
 
     def __init__(self, options: AlgorithmOptions):
         self.options = options
@@ -175,7 +173,7 @@ class Algorithm:
             ConfigError: one of them has another shape than [T], or there is a critic and nothing that it is to learn.
         """
         columns: dict[str, np.ndarray] = {}
-        if self.options.use_rollout_logprobs:
+        if self.options.use_rollout_logprobs and "rollout" in batch.columns:  # nobody sampled what is written
             columns["old"] = batch["rollout"]
             batch = batch.with_columns(**columns)
         given = {

@@ -17,13 +17,6 @@ class SFT(Algorithm):
 
     name = "sft_loss"
     terms = ("nll",)
-    off_policy = True
 
     def credit(self, batch: TrainBatch) -> np.ndarray:
         return np.ones(batch.num_tokens)
-
-    def infers(self, steps: int) -> tuple[str, ...]:
-        return ()
-
-    def prepare(self, batch: TrainBatch) -> dict[str, np.ndarray]:
-        return {"advantage": batch.loss_mask.astype(np.float32)}

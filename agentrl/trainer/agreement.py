@@ -41,8 +41,9 @@ class Bounds:
 
 
 def refuse(metrics: Mapping[str, float], stop: float) -> None:
-    """Raise DisagreementError where the mean difference is above ``stop`` (or no number); 0 never does."""
-    if not stop or metrics[MEAN] <= stop:
+    """Raise DisagreementError where the mean difference is above ``stop`` (or no number); 0 never does, nor tokens that
+    no engine sampled."""
+    if not stop or MEAN not in metrics or metrics[MEAN] <= stop:
         return
     raise DisagreementError(
         f"engine and trainer disagree: the log-probabilities of {metrics['train/sampled_tokens']:,.0f} sampled tokens "

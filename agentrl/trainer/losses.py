@@ -164,7 +164,7 @@ class Loss:
     """
 
     def __init__(self, algorithm: Algorithm, options: AlgorithmOptions):
-        self._options, self._off_policy = options, algorithm.off_policy
+        self._options = options
         self._terms: list[TermFunction] = []
         names = algorithm.terms
         if options.custom_loss_function_path:
@@ -192,7 +192,7 @@ class Loss:
             means |= {term.metric: term.values, **term.metrics}
         with torch.no_grad():
             d = tokens.logprobs.new_zeros(())
-            if not self._off_policy:
+            if "rollout" in tokens.columns:
                 d = tokens.logprobs.detach() - tokens["rollout"]
                 ratio = torch.exp(d)
                 # The one-sample estimate, where no term has the exact one.
@@ -227,7 +227,7 @@ def metrics_of(sums: Mapping[str, float], largest: float, scale: float) -> dict[
     ``logprob_abs_diff_*``, ``rollout_kl`` and ``ess`` compare the trainer's log-probabilities (before the
     update) with those the engine gave: mean and largest |difference|, the k3 estimate of
     KL(engine || trainer), and the effective sample size of the importance weights as a share of
-    the tokens (1 = on policy). Of an algorithm that is off policy there are none of these.
+    the tokens (1 = on policy). Of tokens that no engine sampled there are none of these.
 
     Args:
         scale: factor in the weights that is not part of the loss.

@@ -102,7 +102,7 @@ class Policy:
         """
         began = time.perf_counter()
         core, num_steps = self.core, batch.steps(num_steps)
-        if num_steps > 1 and "old" not in batch.columns and not self.algorithm.off_policy:
+        if num_steps > 1 and "rollout" in batch.columns and "old" not in batch.columns:
             raise ConfigError(f"{num_steps} optimizer steps need the column 'old'; infer it before the first")
         kept = {name: np.zeros(batch.num_tokens, np.float32) for name in (("current", "ratio") if keep else ())}
         reports: list[dict[str, float]] = []
@@ -121,7 +121,7 @@ class Policy:
             results = core.run(whole, step, self._head(keep))
             report = metrics_of(*core.reduce(results, self.loss.names(token_columns(whole))), scale)
             # Engine against trainer can be compared only before the first update moves the weights.
-            agreement.refuse(report, 0.0 if reports or self.algorithm.off_policy else self._stop)
+            agreement.refuse(report, 0.0 if reports else self._stop)
             if not reports and "age" in batch.columns:
                 current = core.whole(results, "current", batch.num_tokens)
                 aged = agreement.by_age(batch, current, step.samples)
