@@ -23,6 +23,7 @@ class Message(TypedDict, total=False):
     tool_calls: list[dict[str, Any]]
     tool_call_id: str
     name: str
+    weight: int  # 0: supervised fine-tuning does not learn it
 
 
 class Outcome(StrEnum):

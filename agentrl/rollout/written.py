@@ -38,7 +38,8 @@ class Writer:
         self._authors["assistant"] = chat.every_control - set(ends.values())
 
     def segments(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> list[Segment]:
-        """The conversation up to the assistant's last turn, mask 1 on what is the assistant's.
+        """The conversation up to the last turn that is learned, mask 1 on what is: every turn of the assistant whose
+        ``weight`` is not 0. Segments in which nothing is learned are left out.
 
         Log-probabilities and versions are 0 where the mask is 1: nobody sampled.
 
@@ -63,8 +64,11 @@ class Writer:
                 ledger.start(encoder.encode(prompt))
             said = self._said(prompt, taken, number, sealed_tools)
             ids = encoder.encode_after_control(said)
-            nothing = np.zeros(len(ids), np.float32)
-            ledger.append_sampled(Generation(ids, nothing, nothing.astype(np.int32), "stop"))
+            if message.get("weight") == 0:
+                ledger.append_env(ids)
+            else:
+                nothing = np.zeros(len(ids), np.float32)
+                ledger.append_sampled(Generation(ids, nothing, nothing.astype(np.int32), "stop"))
             text = prompt + said
         return ledger.segments()
 

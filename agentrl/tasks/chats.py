@@ -15,6 +15,8 @@ from agentrl.tasks.files import find_files, read_records
 from agentrl.types import Message
 
 _TEXTS = ("reasoning_content", "name", "tool_call_id")
+_MARKS = ("weight", "train", "step_loss_mask")
+"""What says whether a turn of the assistant is learned: in OpenAI's files, in those of others, in slime's."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class WrittenChat:
 
     Attributes:
         chat_id: 16 hex digits of a hash of all that is in it.
-        messages: at least one of the assistant, never the first; arguments of calls are mappings.
+        messages: at least one of the assistant that is learned, never the first; arguments of calls are mappings, and
+            ``weight`` is there, as 0, where the assistant's words are not learned.
         tools: definitions that the assistant was given.
         place: where it stands, for messages.
     """
@@ -57,8 +60,9 @@ def checked_chat(row: Mapping[str, Any], place: object) -> WrittenChat:
     messages = [_message(message, f"{place}: message {number}") for number, message in enumerate(given, 1)]
     if messages[0]["role"] == "assistant":
         raise DataError(f"{place}: the first message is the assistant's; something must be said to it before.")
-    if all(message["role"] != "assistant" for message in messages):
-        raise DataError(f"{place}: no message is the assistant's, so there is nothing to learn.")
+    if all(message["role"] != "assistant" or "weight" in message for message in messages):
+        but = " but those that are not to be learned" if any(m["role"] == "assistant" for m in messages) else ""
+        raise DataError(f"{place}: no message is the assistant's{but}, so there is nothing to learn.")
     tools = _tools(row.get("tools"), place)
     digest = hashlib.sha256(json.dumps([messages, tools], sort_keys=True).encode()).hexdigest()
     return WrittenChat(digest[:16], messages, tools, place)
@@ -75,6 +79,8 @@ def _message(given: Any, where: str) -> Message:
         if not isinstance(message.get(name, ""), str):
             raise DataError(f"{where}: {name!r} must be text, got {message[name]!r:.60}.")
     message["content"] = _content(message.get("content", ""), where)
+    if not _learned(message, where) and role == "assistant":
+        message["weight"] = 0
     calls = message.pop("tool_calls", None)
     if calls:
         if role != "assistant" or not isinstance(calls, list):
@@ -83,6 +89,17 @@ def _message(given: Any, where: str) -> Message:
     if role == "assistant" and not any(message.get(n) for n in ("content", "tool_calls", "reasoning_content")):
         raise DataError(f"{where}: the assistant says nothing: no content, no tool_calls, no reasoning_content.")
     return cast(Message, message)
+
+
+def _learned(message: dict[str, Any], where: str) -> bool:
+    """Whether what is said is learned; takes the marks that say so out of the message."""
+    marks = {name: message.pop(name) for name in _MARKS if name in message}
+    for name, mark in marks.items():
+        if mark not in (0, 1):
+            raise DataError(f"{where}: {name!r} must be 1 (true) or 0 (false), got {mark!r:.60}.")
+        if mark and message["role"] != "assistant":
+            raise DataError(f"{where}: {name!r} marks words of {message['role']} as learned; the assistant's alone are.")
+    return all(marks.values())
 
 
 def _content(given: Any, where: str) -> str:

@@ -77,6 +77,31 @@ def test_only_what_the_assistant_writes_is_learned_with_the_end_of_its_turn(fami
         assert shown(families[name], segment.tokens, segment.loss_mask) == lines
 
 
+def test_a_turn_of_weight_0_is_context_of_what_is_learned(families):
+    chat = [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0},
+        {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"},
+        {"role": "user", "content": "e"}, {"role": "assistant", "content": "f", "weight": 0},
+    ]  # fmt: skip
+    (segment,) = Writer(families["deepseek_v3"]).segments(chat)
+    assert shown(families["deepseek_v3"], segment.tokens, segment.loss_mask) == [
+        "·«<｜begin▁of▁sentence｜>»«<｜User｜>»a«<｜Assistant｜>»b«<｜end▁of▁sentence｜>»«<｜User｜>»c«<｜Assistant｜>»",
+        "+d«<｜end▁of▁sentence｜>»",
+    ]
+    whole = Writer(families["deepseek_v3"]).segments([{k: m[k] for k in ("role", "content")} for m in chat])[0].tokens
+    assert segment.tokens.tolist() == whole[: len(segment)].tolist()
+
+
+def test_a_segment_in_which_nothing_is_learned_is_left_out(families):
+    chat = dialogue("qwen3")
+    *_, last = Writer(families["qwen3"]).segments(chat, TOOLS)
+    for turn in chat[:-1]:
+        if turn["role"] == "assistant":
+            turn["weight"] = 0
+    (left,) = Writer(families["qwen3"]).segments(chat, TOOLS)
+    assert left.tokens.tolist() == last.tokens.tolist() and 0 < left.num_sampled <= last.num_sampled
+
+
 def test_control_tokens_in_words_are_text_save_calls_that_the_assistant_writes_out(families):
     chat = [
         {"role": "system", "content": ""},
@@ -104,13 +129,19 @@ def test_calls_that_a_template_takes_one_by_one_are_turns_of_their_own(families)
     source = tokenizer("llama3").chat_template
     refusing = "{%- for m in messages %}{%- if (m.tool_calls or []) | length > 1 %}{{ raise_exception('one') }}"
     chat = ChatTemplate(tokenizer("llama3"), chat_template=refusing + "{%- endif %}{%- endfor %}" + source)
-    segments = Writer(chat).segments([
+    dialog = [
         {"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call, call]},
         {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "ho"},
-    ], TOOLS)  # fmt: skip
-    said = [line for s in segments for line in shown(chat, s.tokens, s.loss_mask) if line[0] == "+"]
+    ]  # fmt: skip
+
+    def said():
+        segments = Writer(chat).segments(dialog, TOOLS)
+        return [line for s in segments for line in shown(chat, s.tokens, s.loss_mask) if line[0] == "+"]
+
     called = '+{"name": "search", "parameters": {"query": "x"}}«<|eot_id|>»'
-    assert said == [called, called, "+ho«<|eot_id|>»"]
+    assert said() == [called, called, "+ho«<|eot_id|>»"]
+    dialog[1]["weight"] = 0
+    assert said() == ["+ho«<|eot_id|>»"]
 
 
 def test_a_template_that_begins_a_turn_otherwise_is_refused():

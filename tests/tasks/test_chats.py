@@ -41,6 +41,9 @@ def written(path: Path, *rows: Any) -> str:
         ({"messages": [HI, call("[1]")]}, "must be an object"),
         ({"messages": [HI, call({}, name="")]}, r"call 1: expected \{'function'"),
         ({"messages": [{**call({}), "role": "user"}, HO]}, "the assistant's alone"),
+        ({"messages": [HI, {**HO, "weight": 0.5}]}, "message 2: 'weight' must be 1 .true. or 0 .false., got 0.5"),
+        ({"messages": [{**HI, "train": True}, HO]}, "message 1: 'train' marks words of user as learned"),
+        ({"messages": [HI, {**HO, "train": False}]}, "but those that are not to be learned, so there is nothing to learn"),
         ({"messages": [HI, HO], "tools": "{"}, "'tools' is text that is not JSON"),
         ({"messages": [HI, HO], "tools": [{"name": "search"}]}, "tool 1: expected"),
     ],
@@ -65,6 +68,14 @@ def test_forms_of_the_same_conversation_are_the_same(tmp_path):
     assert first.messages == second.messages and first.tools == second.tools == tools
     assert first.chat_id == second.chat_id != third.chat_id
     assert first.messages[1]["tool_calls"][0]["function"]["arguments"] == {"query": "x"} and third.tools is None
+
+
+def test_a_turn_is_left_out_of_what_is_learned_in_each_usual_way(tmp_path):
+    marks = [{"weight": 0}, {"train": False}, {"step_loss_mask": 0}, {"weight": 1, "train": None}, {}]
+    rows = [{"messages": [{**HI, "weight": 0}, {**HO, **mark}, HI, {**HO, "weight": 1}]} for mark in marks]
+    *out, learned, plain = read_chats(written(tmp_path / "chats.jsonl", *rows))
+    assert [chat.messages for chat in out] == [[HI, {**HO, "weight": 0}, HI, HO]] * 3
+    assert learned.messages == plain.messages == [HI, HO, HI, HO] and learned.chat_id != out[0].chat_id
 
 
 def test_parquet_with_empty_fields_is_read(tmp_path):

@@ -240,7 +240,8 @@ def one_call_at_a_time(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any
             waiting = []
         calls = message.get("tool_calls") or []
         if len(calls) > 1:
-            waiting = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:]]
+            rest = {key: value for key, value in message.items() if key != "reasoning_content"}
+            waiting = [{**rest, "content": "", "tool_calls": [call]} for call in calls[1:]]
             message = {**message, "tool_calls": calls[:1]}
         result.append(message)
     return result
