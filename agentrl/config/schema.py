@@ -151,6 +151,8 @@ class SupervisedOptions:
     or earned --sft-min-reward."""
     sft_min_reward: float | None = None
     """Least reward of an episode that is learned; unset: those that solved their task."""
+    eval_data: PathText | None = None
+    """Held-out conversations, files like --train-data: their loss is measured every --eval-interval rollouts."""
 
 
 @dataclass(frozen=True, kw_only=True)

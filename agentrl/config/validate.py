@@ -142,7 +142,7 @@ _LEARNED = ("rollout_max_context_len", "loss_type", "loss_agg_mode", "loss_scale
 _NOT_SUPERVISED = {
     *(field.name for section in _PLAYED for field in dataclasses.fields(section)),
     *("n_samples_per_prompt", "data_source_path", "store_train_tokens", "sglang", "allow_remote_code"),
-} - {*_LEARNED, "eval_interval", "rollout_temperature"}
+} - {*_LEARNED, "eval_interval", "eval_before_train", "rollout_temperature"}
 """Options that say how episodes are played, and how a policy is trained on them."""
 
 
@@ -152,16 +152,18 @@ def _supervised(config: Config, given: Explicit) -> Iterator[str]:
     if (data is None) == (run is None):
         both = "exclude each other" if data is not None else "are both missing"
         yield f"--loss-type sft_loss: --train-data FILE and --sft-from RUN {both}: one of them says what is learned."
-    if data is not None and not Path(data).exists() and not glob.glob(data, recursive=True):
-        yield f"--train-data: no {'file matches' if glob.has_magic(data) else 'such file'}: {data}"
+    for flag, path in (("--train-data", data), ("--eval-data", config.eval_data)):
+        if path is not None and not Path(path).exists() and not glob.glob(path, recursive=True):
+            yield f"{flag}: no {'file matches' if glob.has_magic(path) else 'such file'}: {path}"
     if run is not None and not (Path(run) / "trajectories").is_dir():
         yield f"--sft-from {run}: not a run folder: it has no folder `trajectories`."
     if "sft_min_reward" in given and run is None:
         yield f"{given['sft_min_reward']} has no effect without --sft-from."
-    if config.eval_interval:
+    if config.eval_interval and config.eval_data is None:
         yield (
-            f"--eval-interval {config.eval_interval}: with --loss-type sft_loss no engine runs, so nothing is "
-            "evaluated on the way. Leave it out, and evaluate a checkpoint: agentrl eval --run RUN --env NAME."
+            f"--eval-interval {config.eval_interval}: with --loss-type sft_loss no engine runs, so nothing is played on "
+            "the way. Give --eval-data FILE for the loss on held-out conversations, and evaluate a checkpoint as an "
+            "agent: agentrl eval --run RUN --env NAME."
         )
     if config.n_samples_per_prompt != 1:
         yield f"--n-samples-per-prompt {config.n_samples_per_prompt}: --loss-type sft_loss learns each once: give 1."
@@ -406,7 +408,7 @@ _NEEDS: dict[str, tuple[Callable[[Config], bool], tuple[str, ...]]] = {
         ("gamma",),
     ),
     "--advantage-estimator ppo": (lambda c: _has_critic(c), ("lambd", *_CRITIC)),
-    "--loss-type sft_loss": (lambda c: c.is_supervised, ("train_data", "sft_from", "sft_min_reward")),
+    "--loss-type sft_loss": (lambda c: c.is_supervised, ("train_data", "sft_from", "sft_min_reward", "eval_data")),
     "--use-wandb": (lambda c: c.use_wandb, ("wandb_project",)),
     "--lr-decay-style linear, cosine, inverse-square-root or WSD": (
         lambda c: c.lr_decay_style != "constant",
@@ -416,7 +418,7 @@ _NEEDS: dict[str, tuple[Callable[[Config], bool], tuple[str, ...]]] = {
     "--start-weight-decay": (lambda c: c.start_weight_decay is not None, ("weight_decay_incr_style",)),
     "--eval-interval": (
         lambda c: c.eval_interval > 0,
-        ("eval_prompt_data", "eval_env", "eval_own_split", "eval_before_train", "best_metric"),
+        ("eval_prompt_data", "eval_env", "eval_own_split", "eval_before_train", "best_metric", "eval_data"),
     ),
 }
 """What an option does nothing without -> whether it holds, and the options."""

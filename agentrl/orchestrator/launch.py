@@ -38,7 +38,7 @@ from agentrl.orchestrator.cluster import Cluster, bundles_of, check_nodes
 from agentrl.orchestrator.handles import RolloutHandle, TrainerHandle, create_ranks
 from agentrl.orchestrator.loop import best_metrics, due, evaluates_at_start, keep_best, training_loop
 from agentrl.orchestrator.notices import at_start
-from agentrl.orchestrator.supervised import SupervisedData, check_examples, supervised_loop
+from agentrl.orchestrator.supervised import HELD_OUT, HeldOut, SupervisedData, check_examples, supervised_loop
 from agentrl.orchestrator.watch import ProcessLostError, Watch, with_pulse
 from agentrl.processes.signals import cancel_on_signals, stderr_to, write_log_to
 from agentrl.processes.warden import Warden
@@ -62,7 +62,7 @@ ADOPTIONS = 3
 """How often a fork tries to get hold of the newest checkpoint of a run that goes on."""
 PATHS = (
     *("weight_snapshot_dir", "save", "save_hf", "hf_checkpoint", "ref_load", "critic_load", "chat_template"),
-    *("train_data", "sft_from"),
+    *("train_data", "sft_from", "eval_data"),
 )
 HOOKS = (
     *("env", "custom_rm_path", "custom_generate_function_path", "data_source_path"),
@@ -235,8 +235,8 @@ def is_complete(cfg: Config, run: RunDir, step: int) -> bool:
 
 
 def lacks_evaluation(cfg: Config, run: RunDir, step: int) -> bool:
-    """Whether an evaluation is due after ``step`` rollouts and not on record."""
-    return due(step, cfg.eval_interval, cfg.num_rollout) and step not in {e["step"] for e in run.evaluations()}
+    """Whether an evaluation is due after ``step`` rollouts and not on record. A held-out loss is, with its checkpoint."""
+    return not cfg.is_supervised and due(step, cfg.eval_interval, cfg.num_rollout) and step not in {e["step"] for e in run.evaluations()}
 
 
 def with_absolute_paths(cfg: Config) -> Config:
@@ -375,24 +375,34 @@ async def _run(
 async def _run_supervised(
     cfg: Config, cluster: Cluster, run: RunDir, progress: Progress, source: Checkpoint | None, weights_dir: str
 ) -> None:
-    checkpoints = CheckpointStore(run.checkpoints, keep_last=cfg.keep_last)
+    checkpoints = CheckpointStore(run.checkpoints, keep_last=cfg.keep_last, async_save=cfg.async_save)
+    patience = LAST_SAVE_S
     with cancel_on_signals():
-        async with Watch(2 * cfg.rollout_health_check_timeout) as watch:
-            watch.processes(cluster.processes())
-            progress.stage("starting the trainer")
-            trainer = start_trainer(cfg, cluster, run, weights_dir)
-            watch_ranks(watch, trainer, run)
-            await trainer.begin()
-            _, data = await asyncio.gather(trainer.ready(), asyncio.to_thread(SupervisedData.of, cfg))
-            start = await load(source, trainer, data, progress)
-            settle(run, checkpoints, start, progress)
-            await supervised_loop(
-                cfg, start=start, trainer=trainer, data=data, checkpoints=checkpoints, run=run, progress=progress
-            )
-            if cfg.save_hf:
-                progress.stage("exporting the model")
-                await trainer.save_hf(Path(cfg.save_hf))
-        progress.stage("stopping")
+        try:
+            async with Watch(2 * cfg.rollout_health_check_timeout) as watch:
+                watch.processes(cluster.processes())
+                progress.stage("starting the trainer")
+                trainer = start_trainer(cfg, cluster, run, weights_dir)
+                watch_ranks(watch, trainer, run)
+                await trainer.begin()
+                _, data, held_out = await asyncio.gather(
+                    trainer.ready(), asyncio.to_thread(SupervisedData.of, cfg), asyncio.to_thread(HeldOut.of, cfg)
+                )
+                start = await load(source, trainer, data, progress)
+                settle(run, checkpoints, start, progress)
+                await supervised_loop(
+                    cfg, start=start, trainer=trainer, data=data, held_out=held_out, checkpoints=checkpoints, run=run,
+                    progress=progress,
+                )  # fmt: skip
+                if cfg.save_hf:
+                    progress.stage("exporting the model")
+                    await trainer.save_hf(Path(cfg.save_hf))
+        except ProcessLostError:
+            patience = CLOSE_DEADLINE_S
+            raise
+        finally:
+            progress.stage("stopping")
+            await checkpoints.end(patience)
 
 
 def watch_ranks(watch: Watch, trainer: TrainerHandle, run: RunDir) -> None:
@@ -486,6 +496,10 @@ def report(run: RunDir, progress: Progress) -> None:
         rows = [row for row in rows if all(side and side["success"]["n"] for side in row[1:])]
         if rows:
             progress.log(before_after(rows, (first["step"], last["step"])))
+    if losses := [(line[HELD_OUT], line["step"]) for line in run.metrics() if line.get(HELD_OUT) is not None]:
+        (first_loss, _), (last_loss, last_step), (least, best_step) = losses[0], losses[-1], min(losses)
+        lowest = f"; lowest {least:.4f} {when(best_step)}" if least < last_loss else ""
+        progress.log(Text(f"held-out loss {first_loss:.4f}, {last_loss:.4f} {when(last_step)}{lowest}"))
     folder = shown(run.path)
     places = {"run folder": folder} | ({} if supervised else {"reward curve": shown(run.plot_reward())})
     if run.config.tensorboard:

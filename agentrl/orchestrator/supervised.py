@@ -11,8 +11,12 @@ import hashlib
 import logging
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from rich.text import Text
 
 from agentrl.algorithms import TrainBatch, load_algorithm, trainable
 from agentrl.config.schema import AlgorithmOptions
@@ -21,14 +25,14 @@ from agentrl.data.account import TaskAccount
 from agentrl.data.episodes import by_episode, reward_of, solved
 from agentrl.data.store import TrajectoryStore
 from agentrl.errors import AgentRLError, ConfigError, DataError, EnvError
-from agentrl.orchestrator.loop import due, spoken
+from agentrl.orchestrator.loop import due, saved, spoken
 from agentrl.orchestrator.notices import Lasting, steps_left_out
-from agentrl.progress import Progress
+from agentrl.progress import Progress, clock
 from agentrl.rollout.options import open_chat
 from agentrl.rollout.written import Writer
 from agentrl.tasks.chats import read_chats
 from agentrl.tasks.source import TaskSource
-from agentrl.types import Group, Segment, Trajectory, replace
+from agentrl.types import Group, Segment, Task, Trajectory, replace
 
 if TYPE_CHECKING:
     from agentrl.config.schema import Config
@@ -37,6 +41,9 @@ if TYPE_CHECKING:
     from agentrl.orchestrator.handles import TrainerHandle
 
 log = logging.getLogger(__name__)
+
+HELD_OUT = "eval/nll"
+"""Metric: the loss of ``--eval-data``."""
 
 
 class Examples(Protocol):
@@ -49,10 +56,10 @@ class Examples(Protocol):
 
 
 class WrittenChats:
-    """The conversations of ``--train-data``, in the model's chat template."""
+    """The conversations of ``--train-data`` or ``--eval-data``, in the model's chat template."""
 
-    def __init__(self, cfg: Config):
-        self._chats = read_chats(str(cfg.train_data))
+    def __init__(self, cfg: Config, source: str):
+        self._chats = read_chats(source)
         self._writer = Writer(open_chat(cfg, str(cfg.hf_checkpoint)))
         self.ids = [chat.chat_id for chat in self._chats]
 
@@ -113,12 +120,14 @@ def refuse_other_tokens(cfg: Config, run: Path) -> None:
 
 def open_examples(cfg: Config) -> Examples:
     """What ``--train-data`` or ``--sft-from`` names. Raises AgentRLError."""
-    return WrittenChats(cfg) if cfg.train_data is not None else StoredTrajectories(cfg)
+    return WrittenChats(cfg, cfg.train_data) if cfg.train_data is not None else StoredTrajectories(cfg)
 
 
 def check_examples(cfg: Config) -> None:
     """Read the data, and make tokens of the first example, so that what is wrong is said before anything starts."""
     open_examples(cfg).segments(0)
+    if cfg.eval_data is not None:
+        WrittenChats(cfg, cfg.eval_data).segments(0)
 
 
 class SupervisedData:
@@ -157,8 +166,7 @@ class SupervisedData:
             for pending in self.account.get_samples(self.size - len(groups)):
                 segments = self.examples.segments(pending.task.options["index"])
                 if max(map(len, segments), default=0) <= self.longest:
-                    trajectory = Trajectory(pending.group_id, pending.group_id, pending.task, segments, [])
-                    groups.append(Group(pending.group_id, pending.task, [trajectory]))
+                    groups.append(learned(pending.group_id, pending.task, segments))
                     continue
                 self.account.drop([pending.group_id])
                 passed += 1
@@ -172,12 +180,7 @@ class SupervisedData:
                     )
         self.account.add_samples(groups)
         self._in_training = [group.group_id for group in groups]
-        batch = replace(TrainBatch.from_groups(groups, set(self._in_training)), columns={})
-        too_long = (
-            f"{len(named)} examples have more tokens than --rollout-max-context-len {self.longest} and are left out: "
-            f"{', '.join(named[:5])}{', ...' if len(named) > 5 else ''}"
-        )
-        return batch, too_long if named else None
+        return batch_of(groups), too_long(named, self.longest)
 
     def mark_trained(self) -> dict[str, float]:
         """The optimizer has taken the last batch; metrics of the account."""
@@ -201,35 +204,104 @@ class SupervisedData:
         self.account.load_state_dict(state["buffer"])
 
 
+class HeldOut:
+    """Conversations that are not learned, whose loss says whether what is learned holds for others.
+
+    Attributes:
+        batch: all of them, without columns.
+        left_out: a sentence on those that are too long, where there are any.
+    """
+
+    def __init__(self, examples: Examples, longest: int):
+        groups, named = list[Group](), list[str]()
+        for number, name in enumerate(examples.ids):
+            segments = examples.segments(number)
+            if max(map(len, segments)) <= longest:
+                groups.append(learned(f"{number}", Task(name, 0), segments))
+            else:
+                named.append(name)
+        if not groups:
+            raise DataError(f"all {len(named)} conversations of --eval-data are longer than --rollout-max-context-len.")
+        self.batch, self.left_out = batch_of(groups), too_long(named, longest)
+
+    @classmethod
+    def of(cls, cfg: Config) -> HeldOut | None:
+        """The conversations of ``--eval-data``; None: there are none. Raises AgentRLError."""
+        return cls(WrittenChats(cfg, cfg.eval_data), cfg.rollout_max_context_len) if cfg.eval_data is not None else None
+
+    def loss(self, logprobs: np.ndarray) -> float:
+        """Mean negative log-likelihood of its learned tokens, in nats, from float32[T] that are 0 elsewhere."""
+        return -float(logprobs.sum(dtype=np.float64)) / self.batch.num_sampled
+
+
+def learned(group_id: str, task: Task, segments: list[Segment]) -> Group:
+    """An example as a group of one."""
+    return Group(group_id, task, [Trajectory(group_id, group_id, task, segments, [])])
+
+
+def batch_of(examples: list[Group]) -> TrainBatch:
+    """A batch of examples; without columns, since no engine sampled them."""
+    return replace(TrainBatch.from_groups(examples, {group.group_id for group in examples}), columns={})
+
+
+def too_long(names: Sequence[str], longest: int) -> str | None:
+    """What to say of examples that are left out for their length, if there are any."""
+    if not names:
+        return None
+    return (
+        f"{len(names)} examples have more tokens than --rollout-max-context-len {longest} and are left out: "
+        f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+    )
+
+
 async def supervised_loop(
     cfg: Config,
     *,
     start: int,
     trainer: TrainerHandle,
     data: SupervisedData,
+    held_out: HeldOut | None,
     checkpoints: CheckpointStore,
     run: RunDir,
     progress: Progress,
 ) -> None:
-    """Train from step ``start`` to ``cfg.num_rollout``: a batch, credit, update, save."""
+    """Train from step ``start`` to ``cfg.num_rollout``: a batch, credit, update, held-out loss, save."""
     import ray
 
     algorithm = load_algorithm(cfg.section(AlgorithmOptions))
     lasting = Lasting()
+    reference = [ray.put(held_out.batch)] if held_out is not None else []
+
+    async def evaluate(version: int) -> None:
+        assert held_out is not None
+        progress.stage("measuring the held-out loss")
+        began = time.monotonic()
+        loss = held_out.loss((await trainer.infer(reference, ["old"]))["old"])
+        log.info("held-out loss after step %d: %.4f", version, loss)
+        progress.log(Text(f"[{clock(progress.elapsed)}] held-out loss after step {version}: {loss:.4f}"))
+        run.log_metrics(version, {HELD_OUT: loss, "time/eval": time.monotonic() - began})
+
+    progress.warn(held_out and held_out.left_out)
+    if cfg.eval_interval and (start or cfg.eval_before_train):
+        await evaluate(start)  # of a run that goes on, too: its folder was brought back to before that
     for step in range(start, cfg.num_rollout):
         began = time.monotonic()
+        checkpoints.check()
         progress.stage("training")
-        batch, too_long = await asyncio.to_thread(data.next_batch)
+        batch, left_out = await asyncio.to_thread(data.next_batch)
         made = time.monotonic()
         trained, _ = await trainer.update([ray.put(batch)], algorithm.prepare(batch))
         version = step + 1
         metrics = trained | data.mark_trained() | {"time/data": made - began, "time/step": time.monotonic() - began}
         report(version, metrics, run=run, progress=progress)
-        progress.warn(too_long)
+        progress.warn(left_out)
         progress.warn(lasting.say("gradients", steps_left_out(trained)))
+        if due(version, cfg.eval_interval, cfg.num_rollout):
+            await evaluate(version)
         if due(version, cfg.save_interval, cfg.num_rollout):
             progress.stage("saving a checkpoint")
             await checkpoints.save(version, trainer=trainer, rollout=data)
+    await saved(checkpoints, progress)
 
 
 def report(version: int, metrics: dict[str, float], *, run: RunDir, progress: Progress) -> None:

@@ -26,13 +26,17 @@ def test_each_example_is_learned_once_and_nothing_is_evaluated(learn, data):
     assert (cfg.n_samples_per_prompt, cfg.global_batch_size, cfg.eval_interval) == (1, 8, 0)
     demo = load_config(["--loss-type", "sft_loss", "--train-data", str(data / "chats.jsonl")])
     assert (demo.n_samples_per_prompt, demo.eval_interval) == (1, 0) and demo.lr == 2e-4
+    assert learn("--eval-data", str(data / "chats.jsonl"), "--eval-interval", "2").eval_interval == 2
     assert load_config(["--loss-type", "sft_loss", "--sft-from", str(data / "run"), "--sft-min-reward", "0.5"])
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--eval-interval", "2"), "--eval-interval 2: .* no engine runs, so nothing is evaluated"),
+        (("--eval-interval", "2"), "--eval-interval 2: .* nothing is played on the way. Give --eval-data .* agentrl eval"),
+        (("--eval-data", "."), "--eval-data has no effect without --eval-interval"),
+        (("--eval-data", "no.jsonl", "--eval-interval", "2"), "--eval-data: no such file: no.jsonl"),
+        (("--best-metric", "eval/nll"), "--best-metric has no effect"),
         (("--env", "search"), "--env has no effect with --loss-type sft_loss: nothing is played"),
         (("--prompt-data", "x.jsonl"), "--prompt-data names tasks.*give --train-data the file"),
         (("--eps-clip", "0.1"), "--eps-clip has no effect with --loss-type sft_loss"),

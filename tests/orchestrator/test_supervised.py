@@ -13,13 +13,14 @@ import pytest
 
 from agentrl.config import load_config
 from agentrl.config.schema import Config, TrainerOptions
+from agentrl.data.checkpoint import CheckpointStore
 from agentrl.data.store import TrajectoryStore
 from agentrl.engines.world import World
 from agentrl.errors import AgentRLError, ConfigError, DataError
 from agentrl.orchestrator import launch as driver
 from agentrl.orchestrator.cluster import bundles_of
 from agentrl.orchestrator.dry_run import dry_run
-from agentrl.orchestrator.supervised import StoredTrajectories, SupervisedData, WrittenChats
+from agentrl.orchestrator.supervised import HELD_OUT, HeldOut, StoredTrajectories, SupervisedData, WrittenChats
 from agentrl.trainer.ranks import TrainActor
 from agentrl.types import Segment, StopReason, Task, Trajectory
 from tests.orchestrator.test_train_step import InProcess, Rank
@@ -109,9 +110,18 @@ FLAGS = ("--rollout-batch-size", "4", "--num-rollout", "4", "--save-interval", "
          "--num-steps-per-rollout", "2", "--no-tensorboard", "--deterministic")  # fmt: skip
 
 
-def test_a_run_that_was_killed_goes_on_to_the_same_weights(train, tmp_path, capsys):
-    straight = train(*FLAGS, "--output-dir", str(tmp_path / "straight"))
-    lines = logged(straight)
+def held_out(run: Path) -> dict[int, float]:
+    return {line["step"]: line[HELD_OUT] for line in logged(run) if HELD_OUT in line}
+
+
+def steps(run: Path) -> list[dict[str, Any]]:
+    return [line for line in logged(run) if HELD_OUT not in line]
+
+
+def test_a_run_that_was_killed_goes_on_to_the_same_weights(train, chats, tmp_path, capsys):
+    flags = (*FLAGS, "--eval-data", chats, "--eval-interval", "1")
+    straight = train(*flags, "--output-dir", str(tmp_path / "straight"))
+    lines = steps(straight)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert lines[-1]["train/loss"] < lines[0]["train/loss"]
     assert lines[-1]["data/epoch"] == 4 * 4 / CHATS and lines[-1]["data/trained"] == 16
@@ -119,12 +129,33 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(train, tmp_path, caps
     assert "agentrl eval --run" in capsys.readouterr().out
     broken = tmp_path / "broken"
     with pytest.raises(AgentRLError, match="a rank is gone"):
-        train(*FLAGS, "--output-dir", str(broken), kill=4)
-    assert [line["step"] for line in logged(broken)] == [1, 2, 3]
+        train(*flags, "--output-dir", str(broken), kill=4)
+    assert [line["step"] for line in steps(broken)] == [1, 2, 3]
     train("--load", str(broken))
     same = ("step", "train/loss", "train/grad_norm", "train/tokens", "data/epoch", "data/issued", "data/trained")
-    assert [[line[k] for k in same] for line in logged(broken)] == [[line[k] for k in same] for line in lines]
+    assert [[line[k] for k in same] for line in steps(broken)] == [[line[k] for k in same] for line in lines]
+    assert held_out(broken) == held_out(straight) and list(held_out(straight)) == [0, 1, 2, 3, 4]
+    assert len([line for line in logged(broken) if HELD_OUT in line]) == 5
     assert weights(broken, 4) == weights(straight, 4) != weights(straight, 2)
+
+
+def test_the_held_out_loss_is_the_training_loss_of_the_same_conversations(train, chats, tmp_path, capsys):
+    whole = ("--rollout-batch-size", str(CHATS), "--num-rollout", "1", "--save-interval", "1")
+    short = ("--lr", "1e-3", "--no-tensorboard", "--eval-data", chats, "--eval-interval", "1")
+    run = train(*whole, *short, "--output-dir", str(tmp_path / "run"))
+    before, after = held_out(run).values()
+    assert before == pytest.approx(steps(run)[0]["train/loss"], rel=1e-5) and after < before
+    assert f"held-out loss {before:.4f}, {after:.4f} after 1 step\n" in capsys.readouterr().out
+    assert CheckpointStore(run / "checkpoints").newest().step == 1
+
+
+def test_held_out_conversations_that_are_too_long_are_named(model, chats):
+    examples = WrittenChats(config(model, "--train-data", chats), chats)
+    lengths = sorted(len(examples.segments(n)[0]) for n in range(CHATS))
+    held_out = HeldOut(examples, lengths[-1] - 1)
+    assert len(held_out.batch) < CHATS and "are left out" in str(held_out.left_out)
+    with pytest.raises(DataError, match="all 10 conversations of --eval-data"):
+        HeldOut(examples, 3)
 
 
 def test_a_bad_row_or_template_ends_it_before_anything_starts(model, tmp_path, monkeypatch):
@@ -138,6 +169,10 @@ def test_a_bad_row_or_template_ends_it_before_anything_starts(model, tmp_path, m
     flags = ("--train-data", str(file), "--chat-template", str(template), "--output-dir", str(tmp_path / "run"))
     with pytest.raises(AgentRLError, match="never"):
         driver.train(config(model, *flags))
+    with pytest.raises(DataError, match=r"bad.jsonl:1: expected a list 'messages'"):
+        (tmp_path / "bad.jsonl").write_text("{}\n")
+        held_out = ("--eval-data", str(tmp_path / "bad.jsonl"), "--eval-interval", "1")
+        driver.train(config(model, "--train-data", str(file), *held_out, "--output-dir", str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
 
 
@@ -157,7 +192,7 @@ def test_a_dry_run_reads_the_data_and_names_no_engine(model, chats, tmp_path, ca
 
 
 def test_each_example_comes_once_an_epoch_in_an_order_of_the_seed(model, chats):
-    examples = WrittenChats(config(model, "--train-data", chats))
+    examples = WrittenChats(config(model, "--train-data", chats), chats)
 
     def drawn(seed: int) -> list[bytes]:
         data, found = SupervisedData(examples, size=4, seed=seed, longest=1000), []
@@ -173,7 +208,7 @@ def test_each_example_comes_once_an_epoch_in_an_order_of_the_seed(model, chats):
 
 
 def test_examples_that_are_too_long_are_left_out_and_named(model, chats):
-    examples = WrittenChats(config(model, "--train-data", chats))
+    examples = WrittenChats(config(model, "--train-data", chats), chats)
     lengths = sorted(len(examples.segments(n)[0]) for n in range(CHATS))
     data = SupervisedData(examples, size=CHATS, seed=0, longest=lengths[-1] - 1)
     batch, said = data.next_batch()
@@ -184,11 +219,11 @@ def test_examples_that_are_too_long_are_left_out_and_named(model, chats):
 
 
 async def test_a_checkpoint_of_other_examples_is_refused(model, chats, tmp_path):
-    examples = WrittenChats(config(model, "--train-data", chats))
+    examples = WrittenChats(config(model, "--train-data", chats), chats)
     state = await SupervisedData(examples, size=2, seed=0, longest=100).state()
     other = tmp_path / "other.jsonl"
     other.write_text(Path(chats).read_text().replace("It is 4.", "It is 5."))
-    changed = SupervisedData(WrittenChats(config(model, "--train-data", str(other))), size=2, seed=0, longest=100)
+    changed = SupervisedData(WrittenChats(config(model, "--train-data", str(other)), str(other)), size=2, seed=0, longest=100)
     with pytest.raises(DataError, match="made with other examples"):
         await changed.load_state(state)
 

@@ -27,7 +27,7 @@ class Rank:
         async def call(*args: Any, **kwargs: Any) -> Any:
             return getattr(self._actor, name)(*args, **kwargs)
 
-        return SimpleNamespace(remote=call)
+        return SimpleNamespace(remote=call, options=lambda **how: SimpleNamespace(remote=call))
 
 
 class InProcess(TrainerHandle):

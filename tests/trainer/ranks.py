@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,8 @@ ESTIMATORS = {
         "use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.9, "kl_loss_type": "k3", "use_unbiased_kl": True,
         "eps_clip_c": 3.0, "kl_coef": 0.1,
     },
+    "tp2 sft_loss": {"tensor_model_parallel_size": 2, "loss_type": "sft_loss", "use_kl_loss": False},
+    "pp2 sft_loss": {"pipeline_model_parallel_size": 2, "loss_type": "sft_loss", "use_kl_loss": False},
 }  # fmt: skip
 """Estimators and corrections on two ranks. A trajectory's two segments may lie on different ones."""
 
@@ -45,6 +48,9 @@ ESTIMATORS = {
 def one_step(trainer) -> dict:
     """What the loop does with a batch: infer, credit, update; on log-probabilities near the trainer's."""
     batch = random_batch(12, segments=2)
+    if trainer.algorithm.name == "sft_loss":
+        batch = replace(batch, columns={})
+        return trainer.update(batch.with_columns(**trainer.algorithm.prepare(batch)), num_steps=2)[0]
     noise = np.random.default_rng(1).normal(0, 0.1, batch.num_tokens).astype(np.float32)
     batch = fresh(batch.with_columns(rollout=(log_probs(trainer, batch) + noise) * batch.loss_mask))
     batch = batch.with_columns(**trainer.infer(batch, trainer.algorithm.infers(batch.steps(2))))
