@@ -161,8 +161,8 @@ def _supervised(config: Config, given: Explicit) -> Iterator[str]:
         yield f"{given['sft_min_reward']} has no effect without --sft-from."
     if config.eval_interval and config.eval_data is None:
         yield (
-            f"--eval-interval {config.eval_interval}: with --loss-type sft_loss no engine runs, so nothing is played on "
-            "the way. Give --eval-data FILE for the loss on held-out conversations, and evaluate a checkpoint as an "
+            f"--eval-interval {config.eval_interval}: with --loss-type sft_loss no engine runs, so nothing is played "
+            "on the way. Give --eval-data FILE for the loss on held-out conversations, and evaluate a checkpoint as an "
             "agent: agentrl eval --run RUN --env NAME."
         )
     if config.n_samples_per_prompt != 1:

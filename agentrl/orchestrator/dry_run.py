@@ -119,8 +119,8 @@ def _batch(cfg: Config, held: RunDir | None, start: int) -> Section:
         at = [n for n in range(start + 1, cfg.num_rollout + 1) if due(n, cfg.eval_interval, cfg.num_rollout)]
         at = [start, *at] if evaluates_at_start(cfg, held, start) else at
         listed = ", ".join(map(str, at[:6])) + (f", ... {at[-1]}" if len(at) > 6 else "")
-        held_out = f"the loss of {cfg.eval_data}" if cfg.is_supervised else f"{cfg.eval_tasks} tasks of each set at most"
-        what = f"after rollouts {listed}: {held_out}" if at else "none are left"
+        of = f"the loss of {cfg.eval_data}" if cfg.is_supervised else f"{cfg.eval_tasks} tasks of each set at most"
+        what = f"after rollouts {listed}: {of}" if at else "none are left"
         lines.append(("evaluations", what))
     return lines
 

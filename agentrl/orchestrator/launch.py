@@ -235,8 +235,11 @@ def is_complete(cfg: Config, run: RunDir, step: int) -> bool:
 
 
 def lacks_evaluation(cfg: Config, run: RunDir, step: int) -> bool:
-    """Whether an evaluation is due after ``step`` rollouts and not on record. A held-out loss is, with its checkpoint."""
-    return not cfg.is_supervised and due(step, cfg.eval_interval, cfg.num_rollout) and step not in {e["step"] for e in run.evaluations()}
+    """Whether an evaluation is due after ``step`` rollouts and not on record. A held-out loss is: it comes before the
+    checkpoint."""
+    if cfg.is_supervised or not due(step, cfg.eval_interval, cfg.num_rollout):
+        return False
+    return step not in {evaluation["step"] for evaluation in run.evaluations()}
 
 
 def with_absolute_paths(cfg: Config) -> Config:

@@ -98,7 +98,8 @@ def _learned(message: dict[str, Any], where: str) -> bool:
         if mark not in (0, 1):
             raise DataError(f"{where}: {name!r} must be 1 (true) or 0 (false), got {mark!r:.60}.")
         if mark and message["role"] != "assistant":
-            raise DataError(f"{where}: {name!r} marks words of {message['role']} as learned; the assistant's alone are.")
+            said = f"{name!r} marks words of {message['role']} as learned; the assistant's alone are"
+            raise DataError(f"{where}: {said}.")
     return all(marks.values())
 
 

@@ -33,7 +33,7 @@ def test_each_example_is_learned_once_and_nothing_is_evaluated(learn, data):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--eval-interval", "2"), "--eval-interval 2: .* nothing is played on the way. Give --eval-data .* agentrl eval"),
+        (("--eval-interval", "2"), "--eval-interval 2: .* no engine runs.* Give --eval-data .* agentrl eval"),
         (("--eval-data", "."), "--eval-data has no effect without --eval-interval"),
         (("--eval-data", "no.jsonl", "--eval-interval", "2"), "--eval-data: no such file: no.jsonl"),
         (("--best-metric", "eval/nll"), "--best-metric has no effect"),

@@ -223,7 +223,9 @@ async def test_a_checkpoint_of_other_examples_is_refused(model, chats, tmp_path)
     state = await SupervisedData(examples, size=2, seed=0, longest=100).state()
     other = tmp_path / "other.jsonl"
     other.write_text(Path(chats).read_text().replace("It is 4.", "It is 5."))
-    changed = SupervisedData(WrittenChats(config(model, "--train-data", str(other)), str(other)), size=2, seed=0, longest=100)
+    changed = SupervisedData(
+        WrittenChats(config(model, "--train-data", str(other)), str(other)), size=2, seed=0, longest=100
+    )
     with pytest.raises(DataError, match="made with other examples"):
         await changed.load_state(state)
 
