@@ -281,7 +281,7 @@ async def supervised_loop(
         progress.log(Text(f"[{clock(progress.elapsed)}] held-out loss after step {version}: {loss:.4f}"))
         run.log_metrics(version, {HELD_OUT: loss, "time/eval": time.monotonic() - began})
 
-    progress.warn(held_out and held_out.left_out)
+    progress.warn(held_out.left_out if held_out is not None else None)
     if cfg.eval_interval and (start or cfg.eval_before_train):
         await evaluate(start)  # of a run that goes on, too: its folder was brought back to before that
     for step in range(start, cfg.num_rollout):
