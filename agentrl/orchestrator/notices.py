@@ -51,12 +51,17 @@ def nothing_to_learn(metrics: Mapping[str, float]) -> str | None:
 
 
 def steps_left_out(metrics: Mapping[str, float]) -> str | None:
-    """That optimizer steps were left out; None where none was."""
-    left = {kind: int(metrics.get(f"{kind}/steps_skipped", 0)) for kind in ("train", "critic")}
-    if not any(left.values()):
-        return None
-    of = " and ".join(f"{n} of the {'policy' if kind == 'train' else kind}" for kind, n in left.items() if n)
-    return f"optimizer steps of this rollout were left out, {of}: a gradient was not finite (--max-skipped-steps)"
+    """That optimizer steps were left out, and why; None where none was."""
+    reasons = {
+        "skipped": "a gradient was not finite (--max-skipped-steps)",
+        "empty": "every gradient was 0, so weights and optimizer stay as they are",
+    }
+    said = []
+    for reason, text in reasons.items():
+        left = {kind: int(metrics.get(f"{kind}/steps_{reason}", 0)) for kind in ("train", "critic")}
+        if of := " and ".join(f"{n} of the {'policy' if kind == 'train' else kind}" for kind, n in left.items() if n):
+            said.append(f"{of}: {text}")
+    return f"optimizer steps of this rollout were left out, {'; '.join(said)}" if said else None
 
 
 class Lasting:

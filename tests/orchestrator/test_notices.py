@@ -42,7 +42,8 @@ def test_equal_rewards_teach_nothing():
 def test_steps_that_were_left_out_are_said():
     assert steps_left_out({"train/steps_skipped": 0.0}) is None
     text = steps_left_out({"train/steps_skipped": 2.0, "critic/steps_skipped": 1.0})
-    assert "2 of the policy and 1 of the critic" in text
+    assert "2 of the policy and 1 of the critic: a gradient was not finite" in text
+    assert "1 of the policy: every gradient was 0" in steps_left_out({"train/steps_empty": 1.0})
 
 
 def test_lost_episodes_are_counted_with_their_error():

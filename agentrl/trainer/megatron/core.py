@@ -22,7 +22,6 @@ from agentrl.algorithms import TrainBatch
 from agentrl.config.schema import TrainerOptions
 from agentrl.data.writes import Writes
 from agentrl.errors import GradientError
-from agentrl.families.flops import Flops
 from agentrl.trainer import packing
 from agentrl.trainer.batch import micro_batch
 from agentrl.trainer.megatron import cpu
@@ -88,7 +87,6 @@ class Core:
         models.check_overrides(options, hf_config)
         self.device = torch.device("cpu") if cpu.on_cpu() else torch.device("cuda", torch.cuda.current_device())
         self.conversion = models.make_conversion(hf_config, options, layout, logits=not values)
-        self._flops = Flops.of(hf_config.to_dict())
         self.model = models.build_model(self.conversion)
         self.conversion.load(self.model, self.hf_checkpoint)
         if values and layout.last_stage:
@@ -120,13 +118,10 @@ class Core:
     def schedule(
         self, batch: TrainBatch, num_steps: int = 1, keys: Sequence[Hashable] | None = None
     ) -> list[packing.Step]:
-        """Which sequences run together; those of one key in one optimizer step. Ranks have equal work, in FLOPs."""
+        """Which sequences run together; those of one key in one optimizer step."""
         fixed = None if self.options.use_dynamic_batch_size else self.options.micro_batch_size
-        lengths = batch.lengths.tolist()
-        logits = batch.sampled_of.tolist() if self.conversion.logits else [0] * len(lengths)
         return packing.schedule(
-            lengths,
-            costs=[self._flops.sequence(n, sampled) for n, sampled in zip(lengths, logits, strict=True)],
+            batch.lengths.tolist(),
             dp=self.layout.dp,
             max_tokens=None if fixed else self.options.max_tokens_per_gpu,
             micro_batch_size=fixed,
@@ -190,23 +185,27 @@ class Core:
             columns={name: put(values) for name, values in micro.columns.items()},
         )
 
-    def update(self) -> tuple[bool, float, float]:
-        """Update the weights from the gradients in the buffers. See `optimizer_step`.
+    def update(self) -> dict[str, float]:
+        """Update the weights from the gradients in the buffers, see `optimizer_step`; its metrics.
 
         Raises:
             GradientError: too many in a row had gradients that are not finite (``--max-skipped-steps``).
         """
         updated, norm, rate = optimizer_step(self.optimizer, self.scheduler, self.options.clip_grad)
         self.steps_done += 1
-        self.steps_skipped += not updated
-        self._in_a_row = 0 if updated else self._in_a_row + 1
+        empty = norm == 0
+        skipped = not updated and not empty
+        self.steps_skipped += skipped
+        if not empty:
+            self._in_a_row = self._in_a_row + 1 if skipped else 0
         if self._in_a_row > self.options.max_skipped_steps:
             raise GradientError(
                 f"the gradients of {self._in_a_row} optimizer steps in a row are not finite (norm {norm}), more than "
                 f"--max-skipped-steps {self.options.max_skipped_steps}: nothing would be learned any more. Go "
                 "on from a checkpoint of before with a smaller --lr, or look at rewards and advantages of this rollout"
             )
-        return updated, norm, rate
+        left_out = {"steps_skipped": float(skipped), "steps_empty": float(empty)}
+        return {"grad_norm": norm, "lr": rate, **left_out}
 
     def settle(self) -> None:
         """After the last update: export and log-probabilities would otherwise see some weights of before."""

@@ -71,19 +71,12 @@ class Critic:
             results = core.run(batch.with_columns(weight=weight.astype(np.float32)), step, self._loss)
             sums, _ = core.reduce(results, SUMS)
             total = sums["weight"] or 1.0  # 0 where all episodes of the step are masked
-            updated, norm, rate = core.update()
-            report = {
-                "critic/value_loss": sums["value_loss"] / total,
-                "critic/value_clip_fraction": sums["value_clip_fraction"] / total,
-                "critic/grad_norm": norm,
-                "critic/lr": rate,
-                "critic/steps_skipped": float(not updated),
-            }
-            reports.append(report)
+            means = {name: sums[name] / total for name in ("value_loss", "value_clip_fraction")}
+            reports.append({f"critic/{name}": value for name, value in (means | core.update()).items()})
         core.settle()
         return {name: float(np.mean([report[name] for report in reports])) for name in reports[0]} | {
             "critic/lr": reports[-1]["critic/lr"],
-            "critic/steps_skipped": sum(report["critic/steps_skipped"] for report in reports),
+            **{name: sum(r[name] for r in reports) for name in ("critic/steps_skipped", "critic/steps_empty")},
             "critic/explained_variance": explained_variance(batch),
             "time/critic_steps": time.perf_counter() - began,
         }

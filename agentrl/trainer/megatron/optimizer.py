@@ -67,7 +67,8 @@ def optimizer_step(
 ) -> tuple[bool, float, float]:
     """Update the weights from the gradients in the buffers.
 
-    Where the gradient norm is not finite nothing changes: no weight, no moment, no step count.
+    Where the gradient norm is not finite, or exactly 0, nothing changes: no weight, no moment, no step count. Of a
+    batch that teaches nothing Adam's momentum would go on in the direction of earlier ones, and weights would decay.
 
     Args:
         clip: largest gradient norm; 0 for no limit.
@@ -78,7 +79,7 @@ def optimizer_step(
     rate = float(optimizer.param_groups[0]["lr"])
     overflow = optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    if overflow or not math.isfinite(norm):
+    if overflow or not math.isfinite(norm) or norm == 0:
         optimizer.zero_grad()
         return False, norm, rate
     if clip > 0:

@@ -111,11 +111,12 @@ class Policy:
             scale = core.scale(step)
             weight = self.algorithm.aggregate(batch, step.samples) * scale
             columns = {"weight": weight.astype(np.float32)}
-            if self.algorithm.follows:
+            if self.algorithm.sequence_ratio:
                 # Before the first update the old policy is the present one, where the trainer inferred it.
                 inferred = not reports and not core.options.use_rollout_logprobs
                 current = batch["old"] if inferred else self._log_probs(batch, step)
-                columns |= self.algorithm.in_step(batch.with_columns(current=current))
+                log_ratio = self.algorithm.log_ratio(batch.with_columns(current=current))
+                columns["log_ratio"] = log_ratio.astype(np.float32)
             whole = batch.with_columns(**columns)
             results = core.run(whole, step, self._head(keep))
             report = metrics_of(*core.reduce(results, self.loss.names(token_columns(whole))), scale)
@@ -126,14 +127,13 @@ class Policy:
                 aged = agreement.by_age(batch, current, step.samples)
             for name, values in kept.items():
                 values += core.whole(results, name, batch.num_tokens)
-            updated, norm, rate = core.update()
-            report |= {"train/grad_norm": norm, "train/lr": rate, "train/steps_skipped": float(not updated)}
+            report |= {f"train/{name}": value for name, value in core.update().items()}
             reports.append(report | {"train/micro_batches": float(step.num_micro_batches)})
         core.settle()
         seconds = time.perf_counter() - began
         metrics = {name: float(np.mean([r[name] for r in reports])) for name in reports[0]}
         metrics |= {name: reports[0][name] for name in MISMATCH if name in metrics}
-        totals = ("train/sampled_tokens", "train/steps_skipped", "train/micro_batches")
+        totals = ("train/sampled_tokens", "train/steps_skipped", "train/steps_empty", "train/micro_batches")
         metrics |= {name: sum(r[name] for r in reports) for name in totals}
         return metrics | aged | {
             "train/lr": reports[-1]["train/lr"],

@@ -58,6 +58,7 @@ class MegatronTrainer:
         except BaseException:
             parallel.shutdown()
             raise
+        self._saves_reference = bool(options.ref_update_interval)
         self.parts: dict[str, Core] = {"policy": self.policy.core}
         if self.critic is not None:
             self.parts["critic"] = self.critic.core
@@ -100,13 +101,14 @@ class MegatronTrainer:
         """Write each part into a folder of its name; see :meth:`save_hf` for ``writes``."""
         for name, part in self.parts.items():
             part.save(Path(folder) / name, writes)
-        if self.options.ref_update_interval and self.policy.has_reference:
+        if self._saves_reference and self.policy.has_reference:
             self.policy.save_reference(Path(folder) / "reference", writes)
 
     def load(self, folder: str | Path) -> None:
         """Go on from a folder that :meth:`save` wrote; see :meth:`Core.load`."""
-        if self.options.ref_update_interval and (reference := Path(folder) / "reference").is_dir():
+        if self.policy.has_reference and (reference := Path(folder) / "reference").is_dir():
             self.policy.load_reference(reference)
+            self._saves_reference = True  # also of a run that refreshes it no more
         for name, part in self.parts.items():
             # Before there were parts, the policy was all there was.
             there = (Path(folder) / name).is_dir() or name != "policy"
