@@ -16,7 +16,7 @@ def check_number(what: str, value: Any, least: float, most: float = math.inf, *,
         ConfigError: Says ``what`` is set, its value and what is expected.
     """
     fits = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    if not fits or not math.isfinite(value) or not least <= value <= most:
+    if not fits or not -math.inf < value < math.inf or not least <= value <= most:
         span = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
         raise ConfigError(f"{what} is {value!r}; a {'whole ' if whole else ''}number {span} is expected.")
 

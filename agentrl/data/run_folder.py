@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar
 
 from agentrl.data.files import (
     JsonLines,
@@ -69,7 +69,8 @@ def scalars_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
 
 
 class RunDir(Generic[AnyConfig]):
-    """A run folder, held by one process at a time. Use as a context manager, or call :meth:`close`.
+    """A run folder, held by one process at a time unless it is only looked at. Use as a context manager, or call
+    :meth:`close`.
 
     Make one with :meth:`create`, or :meth:`resume` and :meth:`go_on` to go on.
 
@@ -77,11 +78,19 @@ class RunDir(Generic[AnyConfig]):
         mended: what was found damaged, and what became of it, for a person.
     """
 
-    def __init__(self, path: Path | str, config: AnyConfig):
-        """Take hold of an existing folder. Raises StorageError when another process has it."""
+    def __init__(self, path: Path | str, config: AnyConfig, *, hold: bool = True):
+        """Take hold of an existing folder. Raises StorageError when another process has it.
+
+        Without ``hold`` it is read, whoever has it, and nothing in it is touched.
+        """
         self.path = Path(path)
         self.config: AnyConfig = config
         self.mended: list[str] = []
+        self._metrics: JsonLines | None = None
+        self._trackers: list[Tracker] = []
+        self._lock: IO[str] | None = None
+        if not hold:
+            return
         self._lock = lock_file(
             self.path / ".lock",
             f"{self.path}: another process is writing this run. End it first, or choose another --output-dir.",
@@ -89,8 +98,6 @@ class RunDir(Generic[AnyConfig]):
         with storage_errors(self.logs):
             self.logs.mkdir(exist_ok=True)
             remove_partials(self.path)
-        self._metrics: JsonLines | None = None
-        self._trackers: list[Tracker] = []
 
     # -- making and opening --------------------------------------------------------------------
 
@@ -124,7 +131,7 @@ class RunDir(Generic[AnyConfig]):
         return cls(path, config.replace(output_dir=str(path)))
 
     @classmethod
-    def resume(cls, config: AnyConfig) -> RunDir[AnyConfig]:
+    def resume(cls, config: AnyConfig, *, hold: bool = True) -> RunDir[AnyConfig]:
         """The run folder ``config.output_dir``, as it is. Nothing is changed before :meth:`go_on`.
 
         Raises:
@@ -132,7 +139,7 @@ class RunDir(Generic[AnyConfig]):
         """
         path = Path(str(config.output_dir)).absolute()
         refuse_folders(*(path / name for name in ("config.json", "run.json", "metrics.jsonl", "evaluations.jsonl")))
-        return cls(path, config)
+        return cls(path, config, hold=hold)
 
     def go_on(self, step: int) -> None:
         """Go on after ``step`` rollouts: what was logged and stored after them is removed, for it will be done again.
@@ -306,7 +313,7 @@ class RunDir(Generic[AnyConfig]):
 
     def close(self) -> None:
         """Flush everything and let the folder go. May be called twice."""
-        if self._lock.closed:
+        if self._lock is None or self._lock.closed:
             return
         try:
             if self._metrics is not None:
@@ -349,4 +356,4 @@ def new_folder(config: Config | EvalConfig, base: Path | str = "runs") -> Path:
     label = label or env_label(Path(learned or config.prompt_data or config.eval_prompt_data[0][1]).stem)
     kind = "" if hasattr(config, "num_rollout") else "eval-"
     names = (f"{kind}{label}-{time.strftime('%Y%m%d')}-{number}" for number in itertools.count(1))
-    return next(path for name in names if not (path := Path(base).absolute() / name).exists())
+    return next(path for name in names if not os.path.lexists(path := Path(base).absolute() / name))

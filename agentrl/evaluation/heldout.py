@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from agentrl.concurrency.together import together
 from agentrl.config.schema import Config, EvalConfig
 from agentrl.envs.builtin.prompt import PromptEnv
 from agentrl.envs.registry import make_env
@@ -190,11 +190,9 @@ async def run_set(
         on_episode: called with each trajectory as it ends.
     """
     started = time.monotonic()
-    groups = await asyncio.gather(
-        *(
-            runner.run_group(task, samples, f"{tag}-{index:06d}", on_trajectory=on_episode)
-            for index, task in enumerate(held_out.tasks)
-        )
+    groups = await together(
+        runner.run_group(task, samples, f"{tag}-{index:06d}", on_trajectory=on_episode)
+        for index, task in enumerate(held_out.tasks)
     )
     trajectories = [t for group in groups for t in group.trajectories]
     return summarize(held_out.name, held_out.split, trajectories, time.monotonic() - started), trajectories

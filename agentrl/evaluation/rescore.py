@@ -24,6 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from agentrl.concurrency.together import together
 from agentrl.config.schema import EvalConfig
 from agentrl.data.files import JsonLines
 from agentrl.data.records import to_record
@@ -36,7 +37,6 @@ from agentrl.errors import ConfigError, DataError, describe
 from agentrl.evaluation.metrics import EvalSummary, summarize
 from agentrl.evaluation.report import Report
 from agentrl.evaluation.results import SUMMARY, TRAJECTORIES, EvalResult, load
-from agentrl.evaluation.run import first_of
 from agentrl.progress import Progress, shown
 from agentrl.rewards import load as load_reward
 from agentrl.rewards.number import reward_number
@@ -157,12 +157,7 @@ async def _rescore_set(
             with contextlib.suppress(Exception):  # user code, of an environment that is of no more use
                 await entry_point(env, "close")()
 
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(min(cfg.rollout_concurrency, len(trajectories))):
-                tasks.create_task(worker())
-    except BaseExceptionGroup as errors:
-        raise first_of(errors) from None
+    await together(worker() for _ in range(min(cfg.rollout_concurrency, len(trajectories))))
     return results, kept
 
 

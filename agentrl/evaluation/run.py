@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from agentrl.concurrency.together import together
 from agentrl.config.schema import EvalConfig
 from agentrl.config.serialize import run_folder_of
 from agentrl.data.episodes import Episode, by_episode, is_error, is_whole
@@ -35,7 +36,7 @@ from agentrl.evaluation.results import SUMMARY, TRAJECTORIES, read_episodes, rea
 from agentrl.processes.signals import cancel_on_signals, write_log_to
 from agentrl.processes.warden import Warden
 from agentrl.progress import Progress, shown
-from agentrl.rollout.options import episode_limits, eval_params
+from agentrl.rollout.options import episode_limits, eval_params, prepare_environments
 from agentrl.types import Task, Trajectory, replace
 
 DATE = "chat_template_date"
@@ -227,8 +228,10 @@ class Session:
     async def _play(self) -> None:
         cfg = self.cfg
         self._deadline = None if cfg.eval_time_limit is None else time.monotonic() + cfg.eval_time_limit
-        self.progress.stage("starting engines" if self.model is not None else "connecting to the server")
         acts_in = [(held_out.spec, held_out.kwargs) for held_out in self.sets]
+        self.progress.stage("preparing the tools")
+        await asyncio.to_thread(prepare_environments, cfg, acts_in)
+        self.progress.stage("starting engines" if self.model is not None else "connecting to the server")
         reason: str | None = None
         with cancel_on_signals(), contextlib.closing(JsonLines(self.run.path / TRAJECTORIES)) as lines:
             async with open_policy(cfg, self.model, logs=self.run.logs, environments=acts_in) as policy:
@@ -283,15 +286,9 @@ class Session:
                 hopeless = self._note(held_out.name, group.trajectories)
                 reason = reason or hopeless
 
-        async def all_players() -> None:
-            async with asyncio.TaskGroup() as tasks:
-                for _ in range(cfg.rollout_concurrency):
-                    tasks.create_task(player())
-
+        players = together(player() for _ in range(cfg.rollout_concurrency))
         try:
-            await unless_broken(asyncio.create_task(all_players()), policy.broken)
-        except BaseExceptionGroup as errors:
-            raise first_of(errors) from None
+            await unless_broken(asyncio.create_task(players), policy.broken)
         finally:
             await runner.close()
         return reason
@@ -370,11 +367,3 @@ class Session:
 def _without_text(trajectory: Trajectory) -> Trajectory:
     """What the summary needs of an episode that is in the file: memory must not grow with every token."""
     return replace(trajectory, segments=[], messages=[])
-
-
-def first_of(errors: BaseExceptionGroup[Any]) -> BaseException:
-    """The first error in a group of groups."""
-    first: BaseException = errors
-    while isinstance(first, BaseExceptionGroup):
-        first = first.exceptions[0]
-    return first

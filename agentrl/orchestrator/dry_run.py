@@ -1,8 +1,7 @@
-"""``agentrl train --dry-run``: what a start would check and do. No process is started, no folder is made."""
+"""``agentrl train --dry-run``: what a start would check and do. No process is started, no folder is made or touched."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 
@@ -31,7 +30,7 @@ def dry_run(cfg: Config) -> None:
     An episode of each environment is played without a model, as before a start; what is learned in its place is read.
 
     Raises:
-        AgentRLError: what the start would end with.
+        AgentRLError: what the start would end with. That another process has the folder of ``--load`` is not asked.
     """
     cfg = checked(cfg)
     world = None if os.environ.get("RAY_ADDRESS") else World.here()
@@ -39,16 +38,15 @@ def dry_run(cfg: Config) -> None:
         bundles_of(cfg, world)
     if cfg.data_source_path:
         load_source(cfg.data_source_path, cfg)
-    with contextlib.ExitStack() as stack:
-        held, source = find_start(cfg, stack)
+    run, source = find_start(cfg, None)
     start = source.step if source else 0
-    folder = held.path if held else new_folder(cfg)
+    folder = run.path if run else new_folder(cfg)
     notes = [] if cfg.is_supervised else open_template(cfg, str(cfg.hf_checkpoint))[1]
     paths = _paths(cfg, folder, str(source.path) if source else None)
     memory = memory_of(cfg, Shape.of(str(cfg.hf_checkpoint)), world.device if world else "cuda")
     sections = {
         "placement": _placement(cfg, world),
-        "batch": _batch(cfg, held, start),
+        "batch": _batch(cfg, run, start),
         "memory": [line for line in memory.lines() if not (cfg.is_supervised and line[0] in PLAYED)],
         "paths": paths,
     }
@@ -93,7 +91,7 @@ def _placement(cfg: Config, world: World | None) -> Section:
     return [line for line in lines if not (cfg.is_supervised and line[0] in PLAYED)]
 
 
-def _batch(cfg: Config, held: RunDir | None, start: int) -> Section:
+def _batch(cfg: Config, run: RunDir | None, start: int) -> Section:
     size, steps = cfg.global_batch_size or 1, cfg.num_steps_per_rollout or 1
     episodes, context = size * steps, cfg.rollout_max_context_len
     on_rank = -(-size // cfg.data_parallel_size)
@@ -117,7 +115,7 @@ def _batch(cfg: Config, held: RunDir | None, start: int) -> Section:
     ]
     if cfg.eval_interval:
         at = [n for n in range(start + 1, cfg.num_rollout + 1) if due(n, cfg.eval_interval, cfg.num_rollout)]
-        at = [start, *at] if evaluates_at_start(cfg, held, start) else at
+        at = [start, *at] if evaluates_at_start(cfg, run, start) else at
         listed = ", ".join(map(str, at[:6])) + (f", ... {at[-1]}" if len(at) > 6 else "")
         of = f"the loss of {cfg.eval_data}" if cfg.is_supervised else f"{cfg.eval_tasks} tasks of each set at most"
         what = f"after rollouts {listed}: {of}" if at else "none are left"

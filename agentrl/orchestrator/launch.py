@@ -144,8 +144,9 @@ def checked(cfg: Config) -> Config:
     return cfg
 
 
-def find_start(cfg: Config, stack: contextlib.ExitStack) -> tuple[RunDir | None, Checkpoint | None]:
-    """The folder of a run that goes on, held until ``stack`` ends (None: a new one), and the checkpoint it starts from.
+def find_start(cfg: Config, stack: contextlib.ExitStack | None) -> tuple[RunDir | None, Checkpoint | None]:
+    """The folder of a run that goes on (None: a new one), and the checkpoint it starts from. The folder is held until
+    ``stack`` ends; without one it is only looked at, whoever has it.
 
     Nothing is changed.
 
@@ -157,7 +158,8 @@ def find_start(cfg: Config, stack: contextlib.ExitStack) -> tuple[RunDir | None,
     owner = run_folder_of(cfg.load) if cfg.load else None
     if owner and cfg.output_dir is not None and owner.resolve() == Path(cfg.output_dir).resolve():
         check_targets(cfg, run=owner)
-        run = stack.enter_context(RunDir.resume(cfg))  # before the checkpoint is chosen: nobody else adds one now
+        # Held before the checkpoint is chosen: nobody else adds one now.
+        run = stack.enter_context(RunDir.resume(cfg)) if stack else RunDir.resume(cfg, hold=False)
         source = find_checkpoint(cfg, run, owner)
         refuse_when_done(cfg, run, source)
         return run, source

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.text import Text
 
 from agentrl.algorithms import Algorithm, load_algorithm, zero_variance_fraction
+from agentrl.concurrency.together import together
 from agentrl.config.schema import AlgorithmOptions
 from agentrl.data.checkpoint import Best
 from agentrl.data.run_folder import scalars_of
@@ -51,7 +52,7 @@ async def training_loop(
     watch = AgreementWatch(Bounds.of(cfg, gpu=world.has_gpu).warn)
     at_start = evaluates_at_start(cfg, run, start)
     if at_start and not start:
-        await together(evaluate(rollout, 0, run=run, progress=progress), trainer.ready())
+        await together([evaluate(rollout, 0, run=run, progress=progress), trainer.ready()])
     synced = await sync(start, trainer=trainer, rollout=rollout, progress=progress)
     keep_best(cfg, checkpoints=checkpoints, run=run, progress=progress)
     if at_start and start:
@@ -187,16 +188,6 @@ def evaluates_at_start(cfg: Config, run: RunDir | None, start: int) -> bool:
     ``run`` is None where there is no folder yet."""
     wanted = due(start, cfg.eval_interval, cfg.num_rollout) if start else cfg.eval_interval and cfg.eval_before_train
     return bool(wanted) and start not in {evaluation["step"] for evaluation in (run.evaluations() if run else ())}
-
-
-async def together(*work: Awaitable[object]) -> None:
-    """Await all; an error of one ends the others."""
-    tasks = [asyncio.ensure_future(part) for part in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 async def evaluate(rollout: RolloutHandle, step: int, *, run: RunDir, progress: Progress) -> None:

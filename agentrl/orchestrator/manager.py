@@ -23,9 +23,8 @@ from agentrl.data.account import PendingGroup, TaskAccount, load_source
 from agentrl.data.deaths import FailedTasks
 from agentrl.data.store import TrajectoryStore
 from agentrl.engines.options import engine_spec
-from agentrl.engines.world import World
+from agentrl.engines.world import SHARED, World
 from agentrl.envs.registry import make_env
-from agentrl.envs.tool_env import check_machine, prepare_tools
 from agentrl.evaluation.heldout import HeldOutSet, held_out_environments, held_out_sets
 from agentrl.orchestrator.dispatcher import Dispatcher
 from agentrl.orchestrator.engine_service import EngineService, weight_sync
@@ -36,7 +35,14 @@ from agentrl.orchestrator.sink import Sink
 from agentrl.orchestrator.tally import Tally
 from agentrl.processes.signals import write_log_to
 from agentrl.rollout.conversation import EpisodeLimits
-from agentrl.rollout.options import episode_limits, eval_params, open_chat, rollout_params, template_notes
+from agentrl.rollout.options import (
+    episode_limits,
+    eval_params,
+    open_chat,
+    prepare_environments,
+    rollout_params,
+    template_notes,
+)
 from agentrl.rollout.policies.sglang import EngineClient
 from agentrl.rollout.worker import EpisodeRunner
 from agentrl.tasks.source import TaskSource
@@ -47,9 +53,6 @@ if TYPE_CHECKING:
     from agentrl.rollout.template.chat import ChatTemplate
 
 log = logging.getLogger(__name__)
-
-SHARED = 0.4
-"""Share of a GPU's memory that an engine takes where it shares the GPU with the trainer."""
 
 
 class Generated(NamedTuple):
@@ -166,12 +169,11 @@ class RolloutManager:
     def _open_data(self) -> tuple[TaskAccount, list[HeldOutSet]]:
         cfg = self.cfg
         spec, kwargs = cfg.env_spec()
+        prepare_environments(cfg, [(spec, kwargs), *(held_out_environments(cfg) if cfg.eval_interval else [])])
         if cfg.data_source_path:
             source = load_source(cfg.data_source_path, cfg)
         else:
             env = make_env(spec, kwargs, sandbox=cfg.sandbox)
-            check_machine(env)  # here, for what the first check takes would hold up the episodes
-            prepare_tools(env)
             source = TaskSource.of_env(spec, env, seed=cfg.seed)
             env.close()
         return TaskAccount(source), held_out_sets(cfg) if cfg.eval_interval else []

@@ -66,7 +66,7 @@ class Sink:
         self._try_again()
 
     def _try_again(self) -> None:
-        self._order: list[str] = []
+        self._order: dict[str, int] = {}
         self._round: list[Group] = []
         self._living: list[Group] = []
         self._dead: list[Group] = []
@@ -74,7 +74,7 @@ class Sink:
 
     def expect(self, groups: Iterable[PendingGroup]) -> None:
         """These are handed out, in this order, which is theirs in the batch."""
-        self._order = [each.group_id for each in groups]
+        self._order = {each.group_id: place for place, each in enumerate(groups)}
 
     def add(self, group: Group) -> None:
         """One of them has finished."""
@@ -86,7 +86,7 @@ class Sink:
         Raises:
             EnvError: none of so many rollouts' tasks in a row lived. No death is counted then.
         """
-        finished, self._round = sorted(self._round, key=lambda group: self._order.index(group.group_id)), []
+        finished, self._round = sorted(self._round, key=lambda group: self._order[group.group_id]), []
         alive = [group for group in finished if lived(group)]
         self.account.add_samples(alive)
         self._living += alive

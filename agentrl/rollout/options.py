@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.config.schema import Config, EvalConfig
 from agentrl.config.template import template_date, template_source, template_variables
 from agentrl.envs.registry import make_env
+from agentrl.envs.tool_env import check_machine, prepare_tools
 from agentrl.rollout.conversation import EpisodeLimits
 from agentrl.types import SamplingParams
 
@@ -26,6 +27,28 @@ def open_chat(cfg: Config | EvalConfig, model_dir: str) -> ChatTemplate:
     return ChatTemplate(
         model_dir, chat_template=template_source(cfg), variables=template_variables(cfg), date=template_date(cfg)
     )
+
+
+def prepare_environments(cfg: Config | EvalConfig, environments: Iterable[tuple[str, dict[str, Any]]]) -> None:
+    """Have what the first calls of the tools of these environments would wait for, in the process that plays them.
+
+    Args:
+        environments: Name and arguments of each.
+
+    Raises:
+        ConfigError: this machine lacks what a tool needs.
+    """
+    prepared: list[tuple[str, dict[str, Any]]] = []
+    for spec, kwargs in environments:
+        if (spec, kwargs) in prepared:
+            continue
+        prepared.append((spec, kwargs))
+        env = make_env(spec, kwargs, sandbox=cfg.sandbox)
+        try:
+            check_machine(env)  # here, for what the first check takes would hold up the episodes
+            prepare_tools(env)
+        finally:
+            env.close()
 
 
 def template_notes(

@@ -17,6 +17,7 @@ import gymnasium
 import numpy as np
 
 from agentrl.concurrency.threads import OwnThread, belongs_to, own_thread, release_thread
+from agentrl.concurrency.together import together
 from agentrl.errors import ConfigError, EngineError, describe
 from agentrl.rollout.conversation import Chat, Client, EpisodeLimits
 from agentrl.rollout.episode import play_episode
@@ -113,13 +114,9 @@ class EpisodeRunner(Generic[Client]):
                     on_trajectory(trajectory)
             return trajectories
 
-        try:
-            with RareCollection():
-                async with asyncio.TaskGroup() as tasks:
-                    running = [tasks.create_task(one(i)) for i in (range(n) if indices is None else indices)]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return Group(group_id, task, [trajectory for t in running for trajectory in t.result()])
+        with RareCollection():
+            episodes = await together(map(one, range(n) if indices is None else indices))
+        return Group(group_id, task, [trajectory for episode in episodes for trajectory in episode])
 
     async def close(self) -> None:
         """Close the idle environments. Call it when no group is running."""

@@ -24,6 +24,7 @@ import numpy as np
 
 from agentrl.errors import AgentRLError, DataError, StorageError
 from agentrl.jsonl import Place, Record, json_lines, parse_line
+from agentrl.processes.warden import SCRATCH_ENV
 from agentrl.tasks.dataset import Columns, Row, TaskRows, copy_numbers, fingerprint, task_id
 from agentrl.tasks.files import (
     BATCH_ROWS,
@@ -311,5 +312,7 @@ def _cache_root(given: str | None) -> Path:
 
 
 def _own_folder() -> Path:
-    _temporary.append(tempfile.TemporaryDirectory(prefix="agentrl-tasks-"))
+    # In a run, below its own folder for such: that goes with the run, should this process be killed.
+    root = os.environ.get(SCRATCH_ENV) or None
+    _temporary.append(tempfile.TemporaryDirectory(prefix="agentrl-tasks-", dir=root))
     return Path(_temporary[-1].name)

@@ -7,7 +7,7 @@ import pytest
 
 from agentrl.config import Config
 from agentrl.data.files import JsonLines, atomic_file, read_jsonl
-from agentrl.data.run_folder import RunDir
+from agentrl.data.run_folder import RunDir, new_folder
 from agentrl.errors import ConfigError, DataError, StorageError
 
 
@@ -24,6 +24,12 @@ def test_a_new_run_gets_its_own_folder(config, tmp_path):
         assert first.logs.is_dir() and first.log_path("engine-0").parent == first.logs
         assert Config.from_dict(json.loads((first.path / "config.json").read_text())) == first.config
         assert json.loads((first.path / "run.json").read_text())["starts"][0]["python"]
+
+
+def test_a_link_to_nowhere_takes_a_number(config, tmp_path):
+    first = new_folder(config, tmp_path)
+    first.symlink_to(tmp_path / "gone")
+    assert new_folder(config, tmp_path) != first
 
 
 def test_prompt_data_names_the_folder(config, tmp_path):
@@ -94,7 +100,7 @@ def test_tensorboard_without_torch(config, tmp_path):
     code = f"""
 import sys
 from agentrl.config import Config
-from agentrl.data.run_folder import RunDir
+from agentrl.data.run_folder import RunDir, new_folder
 with RunDir.create(Config(env="search", output_dir={str(tmp_path / "run")!r})) as run:
     run.log_metrics(1, {{"rollout/reward": 0.25, "train/kl": float("inf")}})
     run.log_metrics(2, {{"rollout/reward": 0.5}})

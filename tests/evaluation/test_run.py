@@ -51,6 +51,34 @@ def test_a_whole_evaluation(run_eval, out, capsys):
     assert not (out / "metrics.jsonl").exists() and not (out / "trajectories").exists()
 
 
+def test_tools_are_prepared_before_the_first_episode(run_eval, out, tmp_path, monkeypatch):
+    """As in training: the first calls would wait for an index otherwise."""
+    indexes = tmp_path / "indexes"
+    monkeypatch.setenv("INDEXES", str(indexes))
+    file = tmp_path / "almanac.py"
+    file.write_text(
+        "import os, agentrl\n"
+        "class Almanac(agentrl.Tool):\n"
+        "    name, description = 'almanac', 'Looks a word up.'\n"
+        "    def prepare(self):\n"
+        "        open(os.environ['INDEXES'], 'a').write('made ')\n"
+        "    def __call__(self, word: str) -> str:\n"
+        "        'Args:\\n    word: What.'\n"
+        "        return word\n"
+        "class Words(agentrl.ToolEnv):\n"
+        "    tools, tasks, reward = [Almanac], {'test': [('Say yes.', 'yes')]}, 'exact_match'\n"
+    )
+    seen = []
+
+    def answer(body):
+        seen.append(indexes.read_text())
+        return completion("yes")
+
+    with FakeOpenAI(answer) as server:
+        assert run_eval(server, "--env", f"{file}:Words") == 0
+    assert set(seen) == {"made "} and summary(out, "Words")["success"]["mean"] == 1.0
+
+
 def test_the_record_says_what_was_evaluated(run_eval, out, sums):
     with FakeOpenAI(adds()) as server:
         run_eval(server, "--limit", "3", "--seed", "5")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.cli.main import main
 from agentrl.config import load_config
 from agentrl.data.checkpoint import CheckpointStore
 from agentrl.data.run_folder import RunDir
@@ -31,6 +32,23 @@ def run(tmp_path: Path, train: Any) -> Path:  # noqa: F811
     train(*FLAGS, *EVERY_STEP, "--num-rollout", "2", "--keep-last", "0", "--output-dir", str(folder),
           "--save", str(tmp_path / "STORE"), "--save-hf", str(tmp_path / "model"))  # fmt: skip
     return folder
+
+
+def test_a_dry_run_leaves_the_folder_alone_whoever_has_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def state() -> dict[str, tuple[int, int]]:
+        return {str(p.relative_to(run)): (p.stat().st_mtime_ns, p.stat().st_size) for p in run.rglob("*")}
+
+    left = run / ".metrics.jsonl.1.partial"  # as of a kill, or of a write under way
+    left.touch()
+    (run / ".lock").unlink()
+    before = state()
+    assert main(["train", "--load", str(run), "--num-rollout", "4", "--dry-run"]) == 0
+    assert state() == before
+    with RunDir(run, load_config(["--env", "search"])):
+        before = state()
+        assert main(["train", "--load", str(run), "--num-rollout", "4", "--dry-run"]) == 0
+        assert state() == before
+    assert f"goes on from     {run.parent / 'STORE'}" in capsys.readouterr().out
 
 
 # -- whose checkpoints -------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -298,6 +299,16 @@ async def test_a_rollout_ends_at_once_when_no_engine_can_be_had(manager: Rollout
         await asyncio.wait_for(manager.generate(0), 20)
     await asyncio.sleep(0)
     assert len(cancelled) == 3
+
+
+def test_tools_of_all_environments_are_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[str] = []
+    note = lambda env: prepared.append(type(env.unwrapped).__name__)  # noqa: E731
+    monkeypatch.setattr("agentrl.rollout.options.prepare_tools", note)
+    flags = ["--env", "calculator", "--eval-env", "search", "guess", "--eval-interval", "1"]
+    (tmp_path / "logs").mkdir()
+    RolloutManager(load_config(flags), str(tmp_path), "model", [{}], World())._open_data()
+    assert prepared == ["CalculatorEnv", "SearchEnv", "GuessEnv"]
 
 
 async def test_wrong_data_does_not_wait_for_engines(manager: RolloutManager, monkeypatch: pytest.MonkeyPatch) -> None:

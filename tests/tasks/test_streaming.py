@@ -256,6 +256,12 @@ def test_without_a_place_to_write_the_index_is_temporary(tmp_path, monkeypatch):
     assert os.listdir(tmp_path / "tmp") == []
 
 
+def test_in_a_run_what_is_temporary_goes_with_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTRL_TMPDIR", str(tmp_path))
+    assert len(load_tasks(lambda: [{"prompt": "a", "label": "b"}], streaming=True)["all"]) == 1
+    assert len(list(tmp_path.glob("agentrl-tasks-*"))) == 1
+
+
 def test_several_processes_make_the_same_index_at_once(tmp_path):
     path = source("jsonl", tmp_path)
     code = (
