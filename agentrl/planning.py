@@ -16,8 +16,10 @@ from pathlib import Path
 
 from agentrl.algorithms import load_algorithm
 from agentrl.config.schema import AlgorithmOptions, Config
+from agentrl.engines.world import SHARED
 from agentrl.errors import ConfigError
 from agentrl.families.family import head_dim
+from agentrl.trainer.tiles import TILE_BYTES, is_kept
 
 GIB = 1 << 30
 ROOM = 0.9
@@ -25,11 +27,6 @@ ROOM = 0.9
 blocks."""
 ENGINE_ROOM = 0.85
 """The same of an engine's, whose CUDA graphs and batches in the making need more."""
-SHARED = 0.4
-"""Share of a GPU that an engine takes beside a rank, see `orchestrator/manager.py`."""
-KEPT_SOFTMAX, LEAST_ROWS = 512 << 20, 512
-TILE = {"cpu": 8 << 20, "cuda": 512 << 20}
-"""Logits that exist at a time, see ``trainer/megatron/log_probs.py``."""
 
 
 @dataclass(frozen=True)
@@ -271,8 +268,8 @@ def activations(cfg: Config, shape: Shape, item: int, device: str) -> float:
     in_flight = min(stages, 8) if stages > 1 else 1
     kept = item * tokens * (in_flight * layers * of_layer + again + 3 * shape.ffn / tensor)  # and gradients of a layer
     logits = 4 * tokens * shape.vocab / tensor
-    softmax = logits if logits <= KEPT_SOFTMAX and LEAST_ROWS * 4 * shape.vocab / tensor <= TILE[device] else 0
-    output = softmax + min(logits, TILE[device]) + (4 + item) * tokens * shape.hidden
+    softmax = logits if is_kept(tokens, shape.vocab // tensor, device) else 0
+    output = softmax + min(logits, TILE_BYTES[device]) + (4 + item) * tokens * shape.hidden
     return kept + output
 
 
@@ -338,17 +335,20 @@ _SIZES = (1, 2, 4, 8)
 
 
 def plans(cfg: Config, shape: Shape, gpus: int, gpu_bytes: float) -> Iterator[Plan]:
-    """Layouts on one machine, the better ones first: the layout that was given, or all that the model allows.
+    """Layouts on machines of ``gpus`` GPUs, ``--actor-num-nodes`` of them, the better ones first: the layout that was
+    given, or all that the model allows.
 
     Better is: half of the GPUs for each side, then fewer ranks to a copy of the model, then without computing
-    activations twice, then smaller engines. Ranks that are replicas share the optimizer's state.
+    activations twice, then smaller engines. Ranks that are replicas share the optimizer's state. Each machine has as
+    many ranks as every other, and neither an engine nor a tensor-parallel group straddles two.
     """
-    shared = gpus == 1  # by one rank and one engine
+    nodes = cfg.actor_num_nodes
+    shared = gpus * nodes == 1  # by one rank and one engine
     in_step = cfg.global_batch_size or cfg.rollout_batch_size * cfg.n_samples_per_prompt // (
         cfg.num_steps_per_rollout or 1
     )
     if cfg.actor_num_gpus_per_node is not None or cfg.model_parallel_size > 1:
-        ranks = cfg.actor_num_gpus_per_node or cfg.model_parallel_size
+        ranks = cfg.actor_num_gpus_per_node or ceil(cfg.model_parallel_size / nodes)
         layouts: list[tuple[int, int, dict]] = [
             (cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.megatron)
         ]
@@ -362,10 +362,13 @@ def plans(cfg: Config, shape: Shape, gpus: int, gpu_bytes: float) -> Iterator[Pl
     for ranks, (tensor, stages_, megatron) in product(sides, layouts):
         left = gpus - ranks + shared
         for each in _SIZES if cfg.rollout_num_gpus_per_engine == 1 else [cfg.rollout_num_gpus_per_engine]:
-            engines = cfg.rollout_num_engines or max(1, (cfg.rollout_num_gpus or left) // each)
+            room = left // each * nodes
+            engines = cfg.rollout_num_engines or max(1, (cfg.rollout_num_gpus or room * each) // each)
             if cfg.rollout_num_gpus not in (None, engines * each):
                 continue
-            if ranks % (tensor * stages_) or left < engines * each or shape.heads % each or shape.groups % each:
+            if ranks * nodes % (tensor * stages_) or ranks % tensor or room < engines:
+                continue
+            if shape.heads % each or shape.groups % each:
                 continue
             chosen = cfg.replace(
                 actor_num_gpus_per_node=ranks,
@@ -374,7 +377,7 @@ def plans(cfg: Config, shape: Shape, gpus: int, gpu_bytes: float) -> Iterator[Pl
                 megatron=megatron,
                 rollout_num_engines=engines,
                 rollout_num_gpus_per_engine=each,
-                use_distributed_optimizer=cfg.use_distributed_optimizer or ranks > tensor * stages_,
+                use_distributed_optimizer=cfg.use_distributed_optimizer or ranks * nodes > tensor * stages_,
                 # Megatron splits a mixture of experts by tensor only so.
                 sequence_parallel=cfg.sequence_parallel or (tensor > 1 and shape.experts > 0),
             )

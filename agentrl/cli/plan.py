@@ -25,7 +25,8 @@ to run. Nothing is started. Of the model, config.json is enough; without weights
 The exit code is 1 where nothing fits.
 
 Options:
-    --gpus INT            GPUs of this machine, for trainer and engines together [default 1]
+    --gpus INT            GPUs of a machine, for trainer and engines together [default 1]; there are --actor-num-nodes
+                          machines
     --gpu-memory NUMBER   memory of each, in GiB [default 80]
     and every option of `agentrl train`; what counts is the parallel layout, --max-tokens-per-gpu,
     --rollout-max-context-len, --rollout-concurrency, --dtype and what Megatron is told to recompute."""
@@ -36,7 +37,7 @@ class PlanOptions(Config):
     """What there is"""
 
     gpus: Positive = 1
-    """GPUs of this machine, for trainer and engines together."""
+    """GPUs of a machine, for trainer and engines together."""
     gpu_memory: Annotated[float, Range(low=0.0, low_open=True)] = 80.0
     """Memory of each GPU in GiB."""
 
@@ -62,13 +63,15 @@ def run(argv: Sequence[str]) -> int:
         )
     plan = next((p for p in tried if p.fits), min(tried, key=lambda p: p.memory.trainer / p.trainer_room))
     chosen = plan.config
+    nodes = chosen.actor_num_nodes
+    machines = f", {chosen.world_size // nodes} on each of {nodes} machines" if nodes > 1 else ""
     lines = [
         ("model", f"{shape.parameters / 1e6:,.1f} M parameters, {shape.layers} layers, {folder}"),
         (
             "layout",
             f"{chosen.world_size} ranks = tensor {chosen.tensor_model_parallel_size} × pipeline "
-            f"{chosen.pipeline_model_parallel_size} × data {chosen.data_parallel_size}; {chosen.rollout_num_engines} "
-            f"engines of {chosen.rollout_num_gpus_per_engine} GPU",
+            f"{chosen.pipeline_model_parallel_size} × data {chosen.data_parallel_size}{machines}; "
+            f"{chosen.rollout_num_engines} engines of {chosen.rollout_num_gpus_per_engine} GPU",
         ),
         *plan.memory.lines(),
         ("room", f"{in_gib(plan.trainer_room)} for a rank, {in_gib(plan.engine_room)} for an engine rank"),

@@ -45,11 +45,14 @@ def load_eval_config(argv: Sequence[str]) -> EvalConfig:
 
 
 def load_options(option_class: type[T], argv: Sequence[str]) -> T:
-    """Options of a small command, declared as a dataclass like the schema's sections. Raises ConfigError."""
+    """Options of a small command, declared as a dataclass like the schema's sections; where they are those of a run and
+    more, over the model's preset. Raises ConfigError."""
     flags, config_file = parse_flags(option_class, argv)
     if config_file is not None:
         flags.problems.append("--config is taken by `agentrl train` and `agentrl eval` only.")
-    return _complete(option_class, [flags])
+    options = _complete(option_class, [flags])
+    of_model = _preset_layer(option_class, [flags]) if isinstance(options, Config) else None
+    return _complete(option_class, [of_model, flags]) if of_model else options
 
 
 def resolve(config_class: type[AnyConfig], argv: Sequence[str]) -> Resolved[AnyConfig]:

@@ -10,6 +10,9 @@ from typing import Any
 
 from agentrl.config.schema import Config, EvalConfig, ServeOptions
 
+SHARED = 0.4
+"""Share of a GPU's memory that an engine takes where it shares the GPU with the trainer."""
+
 
 @dataclass(frozen=True)
 class World:

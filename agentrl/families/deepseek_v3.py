@@ -5,6 +5,8 @@ from agentrl.families.family import (
     LATENT_ATTENTION,
     MLP,
     NORMS,
+    SIGMOID_ROUTING,
+    SIGMOID_ROUTING_ONLY,
     Family,
     Model,
     Settings,
@@ -46,17 +48,8 @@ def settings(model: Model) -> Settings:
 FAMILY = Family(
     settings,
     {**NORMS, **LATENT_ATTENTION, **MLP, **EXPERTS, **shared_experts("shared_experts")},
-    fields=words(
-        "moe_intermediate_size num_experts_per_tok n_shared_experts n_routed_experts routed_scaling_factor "
-        "n_group topk_group first_k_dense_replace num_nextn_predict_layers kv_lora_rank q_lora_rank "
-        "qk_rope_head_dim v_head_dim qk_nope_head_dim qk_head_dim"
-    ),
-    only={
-        "norm_topk_prob": True,
-        "rope_interleave": True,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "moe_layer_freq": 1,
-    },
+    fields=SIGMOID_ROUTING
+    | words("kv_lora_rank q_lora_rank qk_rope_head_dim v_head_dim qk_nope_head_dim qk_head_dim"),
+    only={**SIGMOID_ROUTING_ONLY, "rope_interleave": True, "moe_layer_freq": 1},
     wrong=sigmoid_routing_wrong,
 )

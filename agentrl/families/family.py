@@ -214,6 +214,14 @@ def experts(
     }
 
 
+SIGMOID_ROUTING = words(
+    "moe_intermediate_size num_experts_per_tok n_shared_experts n_routed_experts routed_scaling_factor "
+    "n_group topk_group first_k_dense_replace num_nextn_predict_layers"
+)
+"""Fields of a family with :func:`sigmoid_routing`."""
+SIGMOID_ROUTING_ONLY = {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
+
 def sigmoid_routing(model: Model) -> Settings:
     """DeepSeek-V3's routing (arXiv:2412.19437, eq. 12 to 16): sigmoid scores, chosen with a bias, within chosen groups.
 

@@ -5,6 +5,8 @@ from agentrl.families.family import (
     EXPERTS,
     MLP,
     NORMS,
+    SIGMOID_ROUTING,
+    SIGMOID_ROUTING_ONLY,
     Family,
     Model,
     Settings,
@@ -29,11 +31,7 @@ def settings(model: Model) -> Settings:
 FAMILY = Family(
     settings,
     {**NORMS, **ATTENTION, **MLP, **EXPERTS, **shared_experts("shared_experts")},
-    fields=words(
-        "attention_bias partial_rotary_factor use_qk_norm moe_intermediate_size num_experts_per_tok "
-        "n_shared_experts n_routed_experts routed_scaling_factor n_group topk_group first_k_dense_replace "
-        "num_nextn_predict_layers"
-    ),
-    only={"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    fields=SIGMOID_ROUTING | words("attention_bias partial_rotary_factor use_qk_norm"),
+    only=SIGMOID_ROUTING_ONLY,
     wrong=sigmoid_routing_wrong,
 )

@@ -109,6 +109,32 @@ def test_a_layout_that_a_start_would_refuse_is_not_planned(
     assert "no layout" in capsys.readouterr().err
 
 
+def test_the_engines_memory_is_that_of_the_dry_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Batch and lengths are those of the model's preset."""
+    monkeypatch.chdir(tmp_path)
+    said = []
+    for command in (["plan"], ["train", "--dry-run"]):
+        assert main([*command, "--env", "search"]) == 0
+        lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+        (line,) = [line for line in lines if line.startswith("an engine rank")]
+        said.append(line.split())
+    assert said[0] == said[1]
+
+
+def test_several_machines() -> None:
+    given = Config(dtype="bf16", actor_num_nodes=2, tensor_model_parallel_size=4, actor_num_gpus_per_node=4)
+    plan = next(plans(given, LARGE, 8, 80 * GIB))
+    assert (plan.config.world_size, plan.config.data_parallel_size, plan.config.rollout_num_engines) == (8, 2, 8)
+    free = [p.config for p in plans(Config(dtype="bf16", actor_num_nodes=2), LARGE, 8, 80 * GIB)]
+    assert {c.world_size // 2 for c in free} <= set(range(1, 8))
+    assert all((c.world_size // 2) % c.tensor_model_parallel_size == 0 for c in free)
+    spread = next(c for c in free if c.pipeline_model_parallel_size == 2 and c.world_size == 2)
+    assert spread.data_parallel_size == 1, "stages may lie on two machines"
+    assert not list(plans(given.replace(rollout_num_engines=3, rollout_num_gpus_per_engine=4), LARGE, 8, 80 * GIB))
+
+
 def test_what_was_given_to_megatron_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--attention-dropout", "0.1", "--recompute-granularity", "selective"]
     assert main(["plan", "--gpus", "4", *given]) == 0

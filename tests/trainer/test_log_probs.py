@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agentrl.trainer.megatron import log_probs as module
+from agentrl.trainer import tiles as module
 from agentrl.trainer.megatron.log_probs import VocabShard, log_probs
 
 N, H, V = 150, 16, 83

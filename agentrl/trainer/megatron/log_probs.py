@@ -12,13 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-TILE_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}
-"""Size of one tile of float32 logits: small enough for a CPU's cache, large enough to keep a GPU busy."""
-LEAST_ROWS = 512
-"""Tokens of a tile. Where whole rows of logits are too long for that, tiles are cut along the vocabulary as well: the
-weight is read once for so many tokens, and products of few rows are slow."""
-KEEP_BYTES = 512 << 20
-"""Softmax kept from forward to backward up to this size; beyond it, logits are computed again."""
+from agentrl.trainer.tiles import is_kept, tiles
 
 
 @dataclass(frozen=True)
@@ -68,8 +62,8 @@ class _LinearLogProb(torch.autograd.Function):
         local = targets - shard.start
         here = (local >= 0) & (local < vocab)
         local = torch.where(here, local, 0)
-        blocks, tiles = _tiles(n, weight)
-        keep = ctx.needs_input_grad[0] and n * vocab * 4 <= KEEP_BYTES and len(tiles) == 1
+        blocks, parts = tiles(n, vocab, weight.device.type)
+        keep = ctx.needs_input_grad[0] and is_kept(n, vocab, weight.device.type)
         # lse: of this rank's logits; picked: logit of the target; mean: of the logits under softmax
         lse, picked, mean = (hidden.new_zeros(n, dtype=torch.float32) for _ in range(3))
         kept = []
@@ -77,7 +71,7 @@ class _LinearLogProb(torch.autograd.Function):
             # The largest logit so far, and sums with it subtracted, as tiles go by.
             largest = hidden.new_full((rows.stop - rows.start, 1), -torch.inf, dtype=torch.float32)
             total, weighted = torch.zeros_like(largest), torch.zeros_like(largest)
-            for columns in tiles:
+            for columns in parts:
                 logits = _logits(hidden[rows], weight[columns], inverse_temperature)
                 at, own = _inside(local[rows], columns)
                 picked[rows] += logits.gather(1, at).squeeze(1) * own
@@ -109,7 +103,7 @@ class _LinearLogProb(torch.autograd.Function):
         weight = whole[: ctx.shard.size]
         grad = grad.float()
         on_target = grad * here
-        blocks, tiles = _tiles(hidden.shape[0], weight)
+        blocks, parts = tiles(hidden.shape[0], weight.shape[0], weight.device.type)
         # In the weight's own precision the error would grow with the number of tiles.
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         total = ctx.main_grad
@@ -119,7 +113,7 @@ class _LinearLogProb(torch.autograd.Function):
         ctx.kept = ()
         for rows in blocks:
             factor = -grad[rows, None]
-            for columns in tiles:
+            for columns in parts:
                 part = weight[columns]
                 probs = next(kept, None)
                 if probs is None:
@@ -156,21 +150,6 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     else:
         total.add_(a @ b)
-
-
-def _tiles(n: int, weight: Tensor) -> tuple[list[slice], list[slice]]:
-    """Rows of hidden states and rows of the weight (columns of logits) whose products are one tile each."""
-    vocab, size = max(weight.shape[0], 1), TILE_BYTES[weight.device.type] // 4
-    rows, width = size // vocab, vocab
-    if rows < min(n, LEAST_ROWS):
-        rows = min(n, 2 * LEAST_ROWS)
-        width = max(64, size // rows)
-    rows = max(rows, 1)
-    return _cut(n, rows), _cut(vocab, width)
-
-
-def _cut(n: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
 def _inside(local: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
