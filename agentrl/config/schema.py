@@ -312,6 +312,26 @@ class LoopOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AsyncOptions:
+    """Asynchronous training"""
+
+    async_buffer_size: Count = 0
+    """Rollouts that may be played, or be in play, ahead of the one that is trained on. 0 takes turns: each rollout is
+    played by the newest weights, while the trainer waits (docs/asynchronous.md)."""
+    update_weights_interval: Positive = 1
+    """Rollouts trained on between two updates of the engines' weights. They are also updated before an evaluation."""
+    max_staleness: Count | None = None
+    """How many versions older than the trainer's the weights may be that sampled a token which is trained on; checked
+    when a batch is made, and older groups are played again. Unset: as old as --async-buffer-size and
+    --update-weights-interval let them become, which is their sum less one."""
+
+    @property
+    def oldest_version(self) -> int:
+        """How many versions old a token can be that an undisturbed run trains on."""
+        return self.async_buffer_size + self.update_weights_interval - 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluationOptions:
     """Held-out evaluation"""
 
@@ -683,6 +703,7 @@ class Config(
     AlgorithmOptions,
     SamplingOptions,
     LimitOptions,
+    AsyncOptions,
     LoopOptions,
     DatedTemplateOptions,
     EngineOptions,

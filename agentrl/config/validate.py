@@ -338,6 +338,7 @@ def _numbers(config: Config) -> Iterator[str]:
             "optimizer steps."
         )
     yield from _schedules(config)
+    yield from _asynchronous(config)
     if config.min_lr > config.lr:
         yield f"--min-lr {config.min_lr:g} is more than --lr {config.lr:g}."
     if _has_critic(config) and config.critic_lr is not None and config.min_lr > config.critic_lr:
@@ -365,6 +366,21 @@ def _policy_steps(config: Config) -> int:
     """Optimizer steps of the policy, over which its learning rate goes its way."""
     rollouts = max(0, config.num_rollout - config.num_critic_only_steps)
     return rollouts * (config.num_steps_per_rollout or 1)
+
+
+def _asynchronous(config: Config) -> Iterator[str]:
+    ahead, interval, limit = config.async_buffer_size, config.update_weights_interval, config.max_staleness
+    if limit is not None and limit < config.oldest_version:
+        yield (
+            f"--max-staleness {limit} would have rollouts played again: with --async-buffer-size {ahead} and "
+            f"--update-weights-interval {interval} tokens become {config.oldest_version} versions old. Give at least "
+            "that, or a smaller buffer or interval."
+        )
+    if config.deterministic and ahead:
+        yield (
+            f"--async-buffer-size {ahead} and --deterministic exclude each other: which weights sample a token depends "
+            "on the moment at which they arrive."
+        )
 
 
 def _schedules(config: Config) -> Iterator[str]:

@@ -37,7 +37,7 @@ class EngineService:
     def __init__(self, pool: EnginePool, sync: WeightSync):
         self.pool, self._sync = pool, sync
         self.version = -1
-        self._playing: asyncio.Future[Any] | None = None
+        self._playing: set[asyncio.Future[Any]] = set()
         self._ending = False
         pool.attach(sync)
 
@@ -63,7 +63,7 @@ class EngineService:
         Raises:
             EngineError: no engine is left, or :meth:`end_episodes` was called.
         """
-        self._playing = episodes
+        self._playing.add(episodes)
         if self._ending:  # between two held-out sets, say
             episodes.cancel()
         try:
@@ -72,13 +72,16 @@ class EngineService:
             if self._ending:
                 raise EngineError("the episodes were cancelled: the run is ending") from None
             raise
+        finally:
+            self._playing.discard(episodes)
 
     async def end_episodes(self) -> None:
         """Cancel what is played, so that environments are closed while engines still answer."""
         self._ending = True
-        if self._playing is not None:
-            self._playing.cancel()
-            await asyncio.wait([self._playing], timeout=EPISODES_END_S)
+        for episodes in self._playing:
+            episodes.cancel()
+        if self._playing:
+            await asyncio.wait(self._playing, timeout=EPISODES_END_S)
 
 
 class RankSender:

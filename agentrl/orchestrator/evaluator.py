@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agentrl.data.store import TrajectoryStore
 from agentrl.evaluation.heldout import HeldOutSet, run_set
-from agentrl.orchestrator.tally import Tally
+from agentrl.orchestrator.tally import EVALUATION, Tally
 from agentrl.rollout.worker import EpisodeRunner
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Evaluator:
     async def evaluate(self, step: int) -> dict[str, dict[str, Any]]:
         """Play all sets after ``step`` rollouts; summaries by set name."""
         summaries: dict[str, dict[str, Any]] = {}
-        self._tally.begin(sum(len(s.tasks) for s in self.sets) * self._samples)
+        self._tally.begin(EVALUATION, sum(len(s.tasks) for s in self.sets) * self._samples)
         for held_out in self.sets:
             runner = self._open_runner(held_out)
             try:
@@ -57,7 +58,7 @@ class Evaluator:
                     held_out,
                     samples=self._samples,
                     tag=f"eval-{step:06d}-{held_out.name}",
-                    on_episode=self._tally.add,
+                    on_episode=partial(self._tally.add, EVALUATION),
                 )
                 summary, trajectories = await self._unless_broken(asyncio.ensure_future(playing))
             finally:

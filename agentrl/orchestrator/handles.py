@@ -17,6 +17,7 @@ from agentrl.algorithms import TrainBatch
 from agentrl.config.schema import Config, TrainerOptions
 from agentrl.data.files import FULL, storage_errors
 from agentrl.errors import AgentRLError
+from agentrl.orchestrator.tally import EVALUATION, name_of_rollout
 from agentrl.orchestrator.watch import SAVES, WEIGHTS, with_pulse
 from agentrl.progress import Progress
 from agentrl.trainer.ranks import TrainActor
@@ -181,11 +182,11 @@ class RolloutHandle:
 
     async def generate(self, step: int, *, progress: Progress) -> Generated | None:
         """Play one batch of groups; None when there are no more tasks."""
-        return await self._watched("the rollout", self.manager.generate.remote(step), progress)
+        return await self._watched(name_of_rollout(step), self.manager.generate.remote(step), progress)
 
     async def evaluate(self, step: int, *, progress: Progress) -> dict[str, Any]:
         """Play the held-out sets; summaries by name. The episodes are in the trajectory store."""
-        return await self._watched("the evaluation", self.manager.evaluate.remote(step), progress)
+        return await self._watched(EVALUATION, self.manager.evaluate.remote(step), progress)
 
     async def update_weights(self, snapshot: Snapshot) -> dict[str, float]:
         """Bring the engines to published weights."""
@@ -213,7 +214,7 @@ class RolloutHandle:
         try:
             while not waiting.done():
                 await asyncio.wait([waiting], timeout=POLL_S)
-                counted, example = (await within(what, self.deadline, self.manager.peek.remote()))[0]
+                counted, example = (await within(what, self.deadline, self.manager.peek.remote(what)))[0]
                 progress.counted(counted["done"], counted["total"])
                 if example is not None:
                     progress.first_episode(example)

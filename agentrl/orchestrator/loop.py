@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,54 +59,86 @@ async def training_loop(
         await evaluate(rollout, start, run=run, progress=progress)
 
     lasting = Lasting()
-    for step in range(start, cfg.num_rollout):
-        began = time.monotonic()
-        progress.stage("rollout")
-        generated = await rollout.generate(step, progress=progress)
-        if generated is None:
-            progress.log(Text(f"no more tasks in the data source: done after {step} of {cfg.num_rollout} rollouts"))
-            await end_early(
-                cfg, step, trainer=trainer, rollout=rollout, checkpoints=checkpoints, run=run, progress=progress
+    async with Beside() as evaluation:
+        for step in range(start, cfg.num_rollout):
+            began = time.monotonic()
+            progress.stage("rollout")
+            generated = await rollout.generate(step, progress=progress)
+            if generated is None:
+                progress.log(Text(f"no more tasks in the data source: done after {step} of {cfg.num_rollout} rollouts"))
+                await evaluation.done()
+                await end_early(
+                    cfg, step, trainer=trainer, rollout=rollout, checkpoints=checkpoints, run=run, progress=progress
+                )
+                return
+
+            checkpoints.check()
+            progress.stage("training")
+            trained, columns = await train(
+                generated.batch,
+                algorithm,
+                trainer,
+                version=step,
+                keep=bool(cfg.store_train_tokens),
+                critic_only="values" in algorithm.needs and step < cfg.num_critic_only_steps,
             )
-            return
+            await rollout.mark_trained(columns)
+            await evaluation.done()
 
-        checkpoints.check()
-        progress.stage("training")
-        trained, columns = await train(
-            generated.batch,
-            algorithm,
-            trainer,
-            version=step,
-            keep=bool(cfg.store_train_tokens),
-            critic_only="values" in algorithm.needs and step < cfg.num_critic_only_steps,
-        )
-        await rollout.mark_trained(columns)
+            version = step + 1
+            if cfg.ref_update_interval and version % cfg.ref_update_interval == 0:
+                await trainer.refresh_reference()
+            # Before the checkpoint: what a checkpoint holds must be in the metrics, should the run die in between.
+            report(version, generated.metrics | trained | synced, began, run=run, progress=progress)
+            progress.warn(lasting.say("lost", generated.lost))
+            progress.warn(generated.dropped)
+            progress.warn(lasting.say("learning", nothing_to_learn(generated.metrics | trained)))
+            progress.warn(lasting.say("gradients", steps_left_out(trained)))
+            if warning := watch.warning(version, trained):
+                log.warning(warning)
+                progress.log(Text(warning, style="yellow"))
+            evaluates = due(version, cfg.eval_interval, cfg.num_rollout)
+            # What may turn out to be the best is saved before it is evaluated.
+            if due(version, cfg.save_interval, cfg.num_rollout) or (evaluates and cfg.best_metric):
+                progress.stage("saving a checkpoint")
+                await checkpoints.save(version, trainer=trainer, rollout=rollout)
 
-        version = step + 1
-        if cfg.ref_update_interval and version % cfg.ref_update_interval == 0:
-            await trainer.refresh_reference()
-        # Before the checkpoint: what a checkpoint holds must be in the metrics, should the run die in between.
-        report(version, generated.metrics | trained | synced, began, run=run, progress=progress)
-        progress.warn(lasting.say("lost", generated.lost))
-        progress.warn(generated.dropped)
-        progress.warn(lasting.say("learning", nothing_to_learn(generated.metrics | trained)))
-        progress.warn(lasting.say("gradients", steps_left_out(trained)))
-        if warning := watch.warning(version, trained):
-            log.warning(warning)
-            progress.log(Text(warning, style="yellow"))
-        evaluates = due(version, cfg.eval_interval, cfg.num_rollout)
-        # What may turn out to be the best is saved before it is evaluated.
-        if due(version, cfg.save_interval, cfg.num_rollout) or (evaluates and cfg.best_metric):
-            progress.stage("saving a checkpoint")
-            await checkpoints.save(version, trainer=trainer, rollout=rollout)
-
-        synced = await sync(version, trainer=trainer, rollout=rollout, progress=progress)
-        if evaluates:
-            await evaluate(rollout, version, run=run, progress=progress)
-            if cfg.best_metric:
-                await saved(checkpoints, progress)
-            keep_best(cfg, checkpoints=checkpoints, run=run, progress=progress)
+            synced = {}
+            if evaluates or due(version, cfg.update_weights_interval, cfg.num_rollout):
+                synced = await sync(version, trainer=trainer, rollout=rollout, progress=progress)
+            if evaluates:
+                evaluation.begin(
+                    judge(cfg, version, rollout=rollout, checkpoints=checkpoints, run=run, progress=progress)
+                )
+                if not cfg.async_buffer_size:
+                    await evaluation.done()
+        await evaluation.done()
     await saved(checkpoints, progress)
+
+
+class Beside:
+    """Work that goes on beside the loop, one piece at a time; none outlives the context."""
+
+    def __init__(self) -> None:
+        self._work: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Beside:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        if self._work is not None:
+            self._work.cancel()
+            await asyncio.gather(self._work, return_exceptions=True)
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Begin it."""
+        self._work = asyncio.create_task(work)
+
+    async def done(self) -> None:
+        """Wait for what was begun; raises its error."""
+        if self._work is not None:
+            await self._work
+            self._work = None
 
 
 async def saved(checkpoints: CheckpointStore, progress: Progress) -> None:
@@ -205,6 +237,22 @@ async def evaluate(rollout: RolloutHandle, step: int, *, run: RunDir, progress: 
         )
         log.info("evaluated %s after step %d: success %.3f, %d errors", name, step, success["mean"], summary["errors"])
     run.log_evaluation(step, summaries)
+
+
+async def judge(
+    cfg: Config,
+    version: int,
+    *,
+    rollout: RolloutHandle,
+    checkpoints: CheckpointStore,
+    run: RunDir,
+    progress: Progress,
+) -> None:
+    """Evaluate, and point to the best checkpoint."""
+    await evaluate(rollout, version, run=run, progress=progress)
+    if cfg.best_metric:
+        await saved(checkpoints, progress)
+    keep_best(cfg, checkpoints=checkpoints, run=run, progress=progress)
 
 
 def keep_best(cfg: Config, *, checkpoints: CheckpointStore, run: RunDir, progress: Progress) -> None:

@@ -12,6 +12,9 @@ import contextlib
 import logging
 import os
 import time
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,13 +29,14 @@ from agentrl.engines.options import engine_spec
 from agentrl.engines.world import SHARED, World
 from agentrl.envs.registry import make_env
 from agentrl.evaluation.heldout import HeldOutSet, held_out_environments, held_out_sets
+from agentrl.orchestrator.ahead import Ahead
 from agentrl.orchestrator.dispatcher import Dispatcher
-from agentrl.orchestrator.engine_service import EngineService, weight_sync
+from agentrl.orchestrator.engine_service import EPISODES_END_S, EngineService, weight_sync
 from agentrl.orchestrator.evaluator import Evaluator
-from agentrl.orchestrator.metrics import rollout_metrics
+from agentrl.orchestrator.metrics import rollout_metrics, stale_metrics
 from agentrl.orchestrator.notices import lost_episodes
-from agentrl.orchestrator.sink import Sink
-from agentrl.orchestrator.tally import Tally
+from agentrl.orchestrator.sink import Rollout, Sink
+from agentrl.orchestrator.tally import Tally, name_of_rollout
 from agentrl.processes.signals import write_log_to
 from agentrl.rollout.conversation import EpisodeLimits
 from agentrl.rollout.options import (
@@ -151,7 +155,17 @@ class RolloutManager:
         cfg, failed = self.cfg, FailedTasks(self.run_dir / "failed_tasks.json")
         self.account, self.runner = account, runner
         self.dispatcher = Dispatcher(account, self._play, failed=failed, capacity=cfg.rollout_batch_size)
-        self.sink = Sink(account, self.algorithm, failed=failed, store=self.store, size=cfg.rollout_batch_size)
+        self.sink = Sink(
+            account,
+            self.algorithm,
+            failed=failed,
+            store=self.store,
+            size=cfg.rollout_batch_size,
+            max_staleness=cfg.max_staleness,
+        )
+        self.rollouts = Ahead(self._collect, ahead=cfg.async_buffer_size, end=cfg.num_rollout)
+        self._rollout_of: dict[str, str] = {}
+        self._since: tuple[float, Mapping[str, float]] = time.monotonic(), Counter()
         self.evaluator = Evaluator(
             cfg,
             held_out,
@@ -162,8 +176,9 @@ class RolloutManager:
         )
 
     async def _play(self, pending: PendingGroup) -> Group:
+        count = partial(self.tally.add, self._rollout_of[pending.group_id])
         return await self.runner.run_group(
-            pending.task, self.cfg.n_samples_per_prompt, pending.group_id, on_trajectory=self.tally.add
+            pending.task, self.cfg.n_samples_per_prompt, pending.group_id, on_trajectory=count
         )
 
     def _open_data(self) -> tuple[TaskAccount, list[HeldOutSet]]:
@@ -197,16 +212,21 @@ class RolloutManager:
         """
         import ray
 
-        began, before = time.monotonic(), self.client.metrics()
-        log.info("rollout %d begins", step)
-        await self.engines.unless_broken(asyncio.ensure_future(self._collect(step)))
-        seconds = time.monotonic() - began
-        collected = await self.sink.take()
+        self.tally.end(name_of_rollout(step - 1))
+        began = time.monotonic()
+        if not self.cfg.async_buffer_size:
+            self._since = began, self.client.metrics()
+        rollout = await self.engines.unless_broken(asyncio.ensure_future(self.rollouts.take(step)))
+        collected = await self.sink.take(rollout)
         if collected is None:
             return None
+        # Beside others, a rollout takes as long as there is between two of them.
+        (since, before), now, after = self._since, time.monotonic(), self.client.metrics()
+        self._since, seconds = (now, after), min(rollout.seconds, now - since)
         groups = [*collected.lost, *collected.groups]
-        metrics = rollout_metrics(groups, seconds, self.engines.version)
-        after = self.client.metrics()
+        metrics = rollout_metrics(groups, seconds, step)
+        metrics |= stale_metrics(collected.stale)
+        metrics |= {"time/rollout_wait": now - began, "data/rollouts_ahead": float(self.rollouts.ready)}
         metrics |= {f"engine/{k}": after[k] - before[k] for k in ("retries", "continuations", "failures")}
         prompt = after["prompt_tokens"] - before["prompt_tokens"]
         metrics["engine/cached_fraction"] = (after["cached_tokens"] - before["cached_tokens"]) / max(prompt, 1)
@@ -215,24 +235,29 @@ class RolloutManager:
         log.info("rollout %d ended: %d groups for the batch, %d lost, %.1f s", step, gave, lost, seconds)
         return Generated(metrics, [ray.put(collected.batch)], lost_episodes(groups), collected.dropped)
 
-    async def _collect(self, step: int) -> None:
-        """Hand out tasks, and others for those that die, until the sink has a rollout or there are no more."""
-        self.sink.begin(step)
+    async def _collect(self, step: int) -> Rollout:
+        """Hand out tasks, and others for those that die, until there is a rollout or there are no more."""
+        rollout, name, began = self.sink.begin(step), name_of_rollout(step), time.monotonic()
+        log.info("rollout %d begins", step)
         done = False
         while not done:
             wanted, suspects = self.sink.size, max(1, self.sink.size // 2)
             while drawn := self.dispatcher.draw(wanted, suspects=suspects):
-                self.sink.expect(drawn)
-                self.tally.begin(len(drawn) * self.cfg.n_samples_per_prompt)
+                rollout.expect(drawn)
+                self.tally.begin(name, len(drawn) * self.cfg.n_samples_per_prompt)
+                self._rollout_of.update((pending.group_id, name) for pending in drawn)
                 async with contextlib.aclosing(self.dispatcher.play(drawn)) as finished:
                     async for group in finished:
-                        self.sink.add(group)
-                wanted, suspects = await self.sink.wanted(), 0
-            done = await self.sink.settle()
+                        del self._rollout_of[group.group_id]
+                        rollout.add(group)
+                wanted, suspects = await rollout.wanted(), 0
+            done = await rollout.settle()
+        rollout.seconds = time.monotonic() - began
+        return rollout
 
-    async def peek(self) -> tuple[dict[str, int], Trajectory | None]:
-        """How far the batch at hand is; once, the first episode of the run."""
-        return self.tally.peek()
+    async def peek(self, what: str) -> tuple[dict[str, int], Trajectory | None]:
+        """How far the rollout or the evaluation of this name is; once, the first episode of the run."""
+        return self.tally.peek(what)
 
     async def pulse(self, seconds: float) -> int:
         """The process id, after ``seconds``, from an event loop of its own; see :mod:`agentrl.orchestrator.watch`."""
@@ -265,6 +290,7 @@ class RolloutManager:
             return
         await self.engines.end_episodes()
         if hasattr(self, "runner"):
+            await self.rollouts.close(EPISODES_END_S)
             await self.runner.close()
             await self.client.close()
         await self.engines.pool.stop()

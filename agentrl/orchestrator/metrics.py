@@ -53,6 +53,18 @@ def rollout_metrics(groups: Sequence[Group], seconds: float, version: int) -> di
     return metrics | _of_agents(scored)
 
 
+def stale_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """What was played and is too old to be trained on: episodes, and the mean of their lengths, so that a bias towards
+    short ones shows."""
+    if not groups:
+        return {}
+    episodes = by_episode([t for group in groups for t in group.trajectories])
+    return {
+        "rollout/stale": float(len(episodes)),
+        "rollout/stale_tokens": _mean([sum(t.num_tokens for t in e) for e in episodes]),
+    }
+
+
 def _of_agents(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """What is each agent's own, where several play."""
     of_agent: dict[str, list[Trajectory]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
@@ -30,17 +31,15 @@ class Collected:
     batch: TrainBatch
     groups: list[Group]
     lost: list[Group]
+    stale: list[Group]
+    """Played, but by weights that are too old by now; their tasks are handed out again."""
     dropped: str | None
     """A sentence on the tasks that were given up."""
 
 
 class Sink:
-    """Collects one rollout after the other: :meth:`begin`, then for each round of groups :meth:`expect`,
-    :meth:`add` and :meth:`wanted`, until none is wanted or there are no more; :meth:`settle`, :meth:`take`.
-
-    A task dies when more than half of its episodes fail for reasons that are not the model's. Others take its place
-    until half of the rollout lives; the dead are given back for the next rollout, and dropped at their third death.
-    A task whose first prompt can never fit is dropped at once. The order in which groups finish decides nothing.
+    """Collects rollouts, several at a time if need be (:meth:`begin`), and makes a batch of one after the other
+    (:meth:`take`, :meth:`mark_trained`).
 
     Args:
         account: the account of tasks.
@@ -48,27 +47,109 @@ class Sink:
         failed: tasks that died before.
         store: where episodes go.
         size: groups of a rollout.
+        max_staleness: how many versions older than the trainer's the weights may be that sampled a token of a batch;
+            None to take them as they are.
     """
 
     def __init__(
-        self, account: TaskAccount, algorithm: Algorithm, *, failed: FailedTasks, store: TrajectoryStore, size: int
+        self,
+        account: TaskAccount,
+        algorithm: Algorithm,
+        *,
+        failed: FailedTasks,
+        store: TrajectoryStore,
+        size: int,
+        max_staleness: int | None = None,
     ):
         self.account, self.algorithm, self.failed, self.store, self.size = account, algorithm, failed, store, size
-        self._has_lived = False
+        self.max_staleness = max_staleness
+        self.has_lived = False
         self._in_training: tuple[int, Collected] | None = None
-        self.begin(0)
 
-    def begin(self, step: int) -> None:
-        """What comes from now on is of this rollout."""
-        self.step = step
-        self._dropped: list[str] = []
-        self._lost: list[Group] = []
+    def begin(self, step: int) -> Rollout:
+        """A rollout to be collected."""
+        return Rollout(self, step)
+
+    async def take(self, rollout: Rollout) -> Collected | None:
+        """What came together, for weights of version ``rollout.step``; its episodes are stored. None where there were
+        no more tasks.
+
+        Raises:
+            AgentRLError: no episode of the batch can be trained on; the text carries the last error.
+        """
+        stale: list[Group] = []
+        groups: list[Group] = []
+        limit = math.inf if self.max_staleness is None else self.max_staleness
+        for group in rollout.living:
+            (stale if rollout.step - oldest_version(group) > limit else groups).append(group)
+        self.account.give_back(group.group_id for group in stale)
+        if stale or groups or rollout.lost:
+            await self._store(rollout.step, [*rollout.lost, *stale, *groups])
+        if stale and not groups:
+            raise AgentRLError(
+                f"all {len(stale)} groups of rollout {rollout.step} were sampled by weights that are more than "
+                f"--max-staleness {limit} versions old, so there is nothing to train on: engines do not get new weights"
+            )
+        if not groups:
+            return None
+        chosen = self.algorithm.select(groups)
+        refuse_if_untrainable(groups, chosen, compares=self.algorithm.compares)
+        batch = TrainBatch.from_groups(groups, chosen)
+        collected = Collected(batch, groups, rollout.lost, stale, " ".join(rollout.dropped) or None)
+        self._in_training = rollout.step, collected
+        return collected
+
+    async def mark_trained(self, columns: Mapping[str, np.ndarray], *, tokens: bool) -> None:
+        """The optimizer has taken what was taken last: its tasks count as trained, those that gave nothing as dropped.
+        Its episodes are stored with what they were trained with, with ``tokens`` by token."""
+        if self._in_training is None:
+            return
+        (step, done), self._in_training = self._in_training, None
+        groups, trained = [*done.lost, *done.stale, *done.groups], set(done.batch.trajectory_ids)
+        done.batch.note_trained([t for group in groups for t in group.trajectories], columns, tokens=tokens)
+        await self._store(step, groups)
+        for group in done.groups:
+            is_trained = any(t.trajectory_id in trained for t in group.trajectories)
+            (self.account.mark_trained if is_trained else self.account.drop)([group.group_id])
+
+    async def _store(self, step: int, groups: list[Group]) -> None:
+        await asyncio.to_thread(self.store.write, step, [t for group in groups for t in group.trajectories])
+
+    async def refuse(self, step: int, groups: list[Group], fruitless: int) -> NoReturn:
+        """End the run: none of these groups lived. The next start plays other tasks first."""
+        groups = sorted(groups, key=never_fits, reverse=True)
+        failed, total = failures(groups)
+        await self._store(step, groups)
+        self.failed.suspect(group for group in groups if not never_fits(group))
+        raise EnvError(
+            f"none of the {len(groups)} tasks of {fruitless} rollouts in a row could be played: {len(failed)} of "
+            f"{total} episodes failed for reasons that are not the model's ({failed[-1].stop_reason}); the last error: "
+            f"{failed[-1].error}. Nothing was trained on them. All of them are in {self.store.folder}."
+        )
+
+
+class Rollout:
+    """A rollout as its groups finish: for each round of groups :meth:`expect`, :meth:`add` and :meth:`wanted`, until
+    none is wanted or there are no more; then :meth:`settle`.
+
+    A task dies when more than half of its episodes fail for reasons that are not the model's. Others take its place
+    until half of the rollout lives; the dead are given back for a later rollout, and dropped at their third death.
+    A task whose first prompt can never fit is dropped at once. The order in which groups finish decides nothing.
+    """
+
+    def __init__(self, sink: Sink, step: int):
+        self.sink, self.step = sink, step
+        self.seconds = 0.0
+        """How long it was played."""
+        self.lost: list[Group] = []
+        self.dropped: list[str] = []
+        """A sentence on the tasks that were given up, each time some were."""
         self._try_again()
 
     def _try_again(self) -> None:
         self._order: dict[str, int] = {}
         self._round: list[Group] = []
-        self._living: list[Group] = []
+        self.living: list[Group] = []
         self._dead: list[Group] = []
         self._fruitless = 0
 
@@ -88,14 +169,14 @@ class Sink:
         """
         finished, self._round = sorted(self._round, key=lambda group: self._order[group.group_id]), []
         alive = [group for group in finished if lived(group)]
-        self.account.add_samples(alive)
-        self._living += alive
+        self.sink.account.add_samples(alive)
+        self.living += alive
         self._dead += [group for group in finished if not lived(group)]
         self._fruitless = 0 if alive else self._fruitless + 1
         by_engines = not alive and all(map(engines_failed, finished))  # then others would wait in vain, too
         if self._fruitless == FRUITLESS_ROLLOUTS or by_engines:
-            await self._refuse()
-        return 0 if 2 * len(self._living) >= self.size else self.size - len(self._living)
+            await self.sink.refuse(self.step, self._dead, self._fruitless)
+        return 0 if 2 * len(self.living) >= self.sink.size else self.sink.size - len(self.living)
 
     async def settle(self) -> bool:
         """Give dead tasks back, or drop them for good. Whether the rollout is done: if not, those given back are all
@@ -106,78 +187,38 @@ class Sink:
         """
         never = [group for group in self._dead if never_fits(group)]
         dead = [group for group in self._dead if not never_fits(group)]
-        if self._living:
-            self._has_lived = True
-            self.failed.forget(self._living)
-        elif dead and not self._has_lived:
-            await self._refuse()
+        if self.living:
+            self.sink.has_lived = True
+            self.sink.failed.forget(self.living)
+        elif dead and not self.sink.has_lived:
+            await self.sink.refuse(self.step, self._dead, self._fruitless)
         gone = {group.task.task_id: group.trajectories[0].error for group in never}
-        self.account.drop(group.group_id for group in never)
+        self.sink.account.drop(group.group_id for group in never)
         for group in dead:
             # Of its own, unless the engines failed it: that says nothing of the task.
-            if not engines_failed(group) and self.failed.died(group) >= TASK_DEATHS:
+            if not engines_failed(group) and self.sink.failed.died(group) >= TASK_DEATHS:
                 gone[group.task.task_id] = failures([group])[0][-1].error
-                self.account.drop([group.group_id])
+                self.sink.account.drop([group.group_id])
             else:
-                self.account.give_back([group.group_id])
+                self.sink.account.give_back([group.group_id])
         if dead:
-            self.failed.save()
+            self.sink.failed.save()
         for task_id, error in gone.items():
             log.warning("task %s is dropped: %s", task_id, error)
         if gone:
             error = list(gone.values())[-1]
-            self._dropped.append(f"dropped, since they cannot be played: {', '.join(gone)}; the last error: {error}")
-        self._lost += [*never, *dead]
-        if dead and not self._living:
+            self.dropped.append(f"dropped, since they cannot be played: {', '.join(gone)}; the last error: {error}")
+        self.lost += [*never, *dead]
+        if dead and not self.living:
             self._try_again()
             return False
         return True
 
-    async def take(self) -> Collected | None:
-        """What came together since :meth:`begin`; its episodes are stored. None where there were no more tasks.
 
-        Raises:
-            AgentRLError: no episode of the batch can be trained on; the text carries the last error.
-        """
-        groups = self._living
-        if groups or self._lost:
-            await self._store(self.step, [*self._lost, *groups])
-        if not groups:
-            return None
-        chosen = self.algorithm.select(groups)
-        refuse_if_untrainable(groups, chosen, compares=self.algorithm.compares)
-        batch = TrainBatch.from_groups(groups, chosen)
-        collected = Collected(batch, groups, self._lost, " ".join(self._dropped) or None)
-        self._in_training = self.step, collected
-        return collected
-
-    async def mark_trained(self, columns: Mapping[str, np.ndarray], *, tokens: bool) -> None:
-        """The optimizer has taken what was taken last: its tasks count as trained, those that gave nothing as dropped.
-        Its episodes are stored with what they were trained with, with ``tokens`` by token."""
-        if self._in_training is None:
-            return
-        (step, done), self._in_training = self._in_training, None
-        groups, trained = [*done.lost, *done.groups], set(done.batch.trajectory_ids)
-        done.batch.note_trained([t for group in groups for t in group.trajectories], columns, tokens=tokens)
-        await self._store(step, groups)
-        for group in done.groups:
-            is_trained = any(t.trajectory_id in trained for t in group.trajectories)
-            (self.account.mark_trained if is_trained else self.account.drop)([group.group_id])
-
-    async def _store(self, step: int, groups: list[Group]) -> None:
-        await asyncio.to_thread(self.store.write, step, [t for group in groups for t in group.trajectories])
-
-    async def _refuse(self) -> NoReturn:
-        """End the run: nothing lived. The next start plays other tasks first."""
-        groups = sorted(self._dead, key=never_fits, reverse=True)
-        failed, total = failures(groups)
-        await self._store(self.step, groups)
-        self.failed.suspect(group for group in groups if not never_fits(group))
-        raise EnvError(
-            f"none of the {len(groups)} tasks of {self._fruitless} rollouts in a row could be played: {len(failed)} of "
-            f"{total} episodes failed for reasons that are not the model's ({failed[-1].stop_reason}); the last error: "
-            f"{failed[-1].error}. Nothing was trained on them. All of them are in {self.store.folder}."
-        )
+def oldest_version(group: Group) -> float:
+    """Version of the oldest weights that sampled a token of it; infinite where none was sampled."""
+    sampled = [s for t in group.trajectories for s in t.segments if s.num_sampled]
+    return min((int(s.versions[s.loss_mask == 1].min()) for s in sampled), default=math.inf)
 
 
 def refuse_if_untrainable(groups: list[Group], chosen: set[str], *, compares: bool) -> None:

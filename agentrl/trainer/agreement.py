@@ -122,7 +122,8 @@ class AgreementWatch:
         if MEAN not in metrics:  # a step without the policy
             return None
         mean, before = metrics[MEAN], self._above
-        self._above = bool(self._warn) and not mean <= self._warn
+        aged = metrics.get("train/age_mean", 0.0) > 0  # then it is also the difference of two versions of the weights
+        self._above = bool(self._warn) and not aged and not mean <= self._warn
         rise = self._trend.rose(mean)
         if rise and self._warn and not self._above:
             return (

@@ -135,12 +135,12 @@ async def test_the_batch_does_not_depend_on_the_order_in_which_groups_finish(tmp
         store=TrajectoryStore(tmp_path / "trajectories"), size=4,
     )  # fmt: skip
     drawn = account.get_samples(4)
-    sink.begin(0)
-    sink.expect(drawn)
+    rollout = sink.begin(0)
+    rollout.expect(drawn)
     for number in finishing:
-        sink.add(group_of(drawn[number], StopReason.ENV_ERROR if number == 1 else StopReason.DONE))
-    assert await sink.wanted() == 0 and await sink.settle()
-    collected = await sink.take()
+        rollout.add(group_of(drawn[number], StopReason.ENV_ERROR if number == 1 else StopReason.DONE))
+    assert await rollout.wanted() == 0 and await rollout.settle()
+    collected = await sink.take(rollout)
     assert [g.group_id for g in collected.groups] == learned == ["g00000000", "g00000002", "g00000003"]
     assert [g.group_id for g in collected.lost] == ["g00000001"]
     assert [t.group_id for t in sink.store.read("train", step=0)][::2] == [f"g{n:08d}" for n in (1, 0, 2, 3)]

@@ -48,17 +48,21 @@ def put_together(manager: RolloutManager, buffer: TaskAccount, runner: Any = Non
     manager._put_together(buffer, runner, [])
 
 
-@pytest.fixture
-def manager(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> RolloutManager:
-    (tmp_path / "logs").mkdir()
-    cfg = load_config(["--env", "search", "--rollout-batch-size", "3", "--n-samples-per-prompt", "2"])
+def made(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, *flags: str, tasks: int = 10) -> RolloutManager:
+    (tmp_path / "logs").mkdir(parents=True)
+    cfg = load_config(["--env", "search", "--rollout-batch-size", "3", "--n-samples-per-prompt", "2", *flags])
     made = RolloutManager(cfg, str(tmp_path), "model", [{}], World())
     made.engines = EngineService(Pool(), weight_sync(cfg, World(), None))
-    put_together(made, TaskAccount(TaskSource("search", 10)))
+    put_together(made, TaskAccount(TaskSource("search", tasks)))
     counters = dict.fromkeys(("retries", "continuations", "failures", "prompt_tokens", "cached_tokens"), 0.0)
     made.client = SimpleNamespace(metrics=lambda: counters)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(put=lambda batch: batch))
     return made
+
+
+@pytest.fixture
+def manager(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> RolloutManager:
+    return made(tmp_path, monkeypatch)
 
 
 async def mark_trained(manager: RolloutManager) -> None:
@@ -92,7 +96,7 @@ async def test_episodes_of_several_agents_count_by_episode_and_group(manager: Ro
 
     manager.runner = SimpleNamespace(run_group=run_group)
     metrics, (batch,), *_ = await manager.generate(0)
-    counted, _ = await manager.peek()
+    counted, _ = await manager.peek("rollout 0")
     assert (counted["done"], counted["total"]) == (6, 6)
     assert (batch.num_episodes, batch.num_trajectories) == (6, 12)
     await mark_trained(manager)

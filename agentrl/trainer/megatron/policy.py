@@ -120,8 +120,9 @@ class Policy:
             whole = batch.with_columns(**columns)
             results = core.run(whole, step, self._head(keep))
             report = metrics_of(*core.reduce(results, self.loss.names(token_columns(whole))), scale)
-            # Engine against trainer can be compared only before the first update moves the weights.
-            agreement.refuse(report, 0.0 if reports else self._stop)
+            # Engine and trainer must agree only on tokens of these very weights: before the first update moves them.
+            moved = bool(reports) or ("age" in batch.columns and batch["age"].any())
+            agreement.refuse(report, 0.0 if moved else self._stop)
             if not reports and "age" in batch.columns:
                 current = core.whole(results, "current", batch.num_tokens)
                 aged = agreement.by_age(batch, current, step.samples)
