@@ -69,10 +69,11 @@ def test_a_run_trains_syncs_evaluates_saves_and_leaves_nothing_behind(start, tmp
     assert evaluation.left_behind() == []
 
 
-def test_resume_after_kill_loses_no_task_and_trains_none_twice(start, tmp_path):
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.heavy), 2], ids=["taking turns", "ahead"])
+def test_resume_after_kill_loses_no_task_and_trains_none_twice(start, tmp_path, ahead):
     run = tmp_path / "run"
     flags = ["--env", "search", *SMALL, "--num-rollout", "6", "--save-interval", "1", "--eval-interval", "0",
-             "--output-dir", str(run)]  # fmt: skip
+             "--async-buffer-size", str(ahead), "--output-dir", str(run)]  # fmt: skip
     command = start("train", *flags)
     command.wait_until(lambda: (run / "checkpoints" / "step_000002").is_dir())
     command.signal(signal.SIGKILL)
@@ -81,7 +82,10 @@ def test_resume_after_kill_loses_no_task_and_trains_none_twice(start, tmp_path):
 
     again = start("train", "--load", str(run))
     assert again.wait() == 0, again.text[-3000:]
-    assert Counter(m["step"] for m in metrics(run) if "train/loss" in m) == Counter(range(1, 7))
+    trained = [m for m in metrics(run) if "train/loss" in m]
+    assert Counter(m["step"] for m in trained) == Counter(range(1, 7))
+    assert all(m["rollout/staleness_max"] <= ahead for m in trained)
+    assert (max(m["train/age_mean"] for m in trained) > 0) == (ahead > 0)
     groups = [
         (step, t.group_id, t.task.task_id)
         for step in range(6)
