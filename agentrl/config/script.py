@@ -132,8 +132,8 @@ def translate(program: str, flags: Sequence[Flag]) -> list[Translation]:
     given = {flag.name: flag for flag in flags}
     done = [_translated(flag, given) for flag in flags]
     if program == "train_async.py":
-        note = "not available yet: asynchronous training; the command trains synchronously"
-        done.insert(0, Translation(Flag("async"), None, note))
+        ahead = Flag("async-buffer-size", ("1",))
+        done.insert(0, Translation(ahead, ahead, "train_async.py plays one rollout ahead of the trained one"))
     return done + list(_added(given))
 
 

@@ -181,16 +181,22 @@ class Cluster:
         ray._private.worker.print_to_stdstream = _to_log
         if self.is_local:
             _leave_out(ray, _ONLOOKERS)
-            ray.init(
-                num_cpus=max(int(sum(b.num_cpus for b in self.bundles)) + 1, 2),
-                include_dashboard=False,
-                namespace=self.namespace,
-                object_store_memory=OBJECT_STORE_BYTES,
-                log_to_driver=False,
-                configure_logging=False,
-                _node_ip_address="127.0.0.1",
-                _temp_dir=self.temp_dir,
-            )
+            try:
+                ray.init(
+                    num_cpus=max(int(sum(b.num_cpus for b in self.bundles)) + 1, 2),
+                    include_dashboard=False,
+                    namespace=self.namespace,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    log_to_driver=False,
+                    configure_logging=False,
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=self.temp_dir,
+                )
+            except Exception as error:  # Ray's own, without a class of theirs
+                raise AgentRLError(
+                    f"Ray did not start on this machine: {error} It has 30 s for that: is the machine busy "
+                    f"(load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores), or out of memory or disk?"
+                ) from error
         else:
             ray.init(namespace=self.namespace, log_to_driver=False, configure_logging=False)
             self.world = World.of(ray.nodes())

@@ -134,9 +134,10 @@ def test_the_output_is_a_shell_script(migrate, tmp_path, capsys):
     assert "2 3" in said.stdout.splitlines()
 
 
-def test_asynchronous_training_is_said(migrate):
+def test_asynchronous_training_is_kept(migrate):
     words, remarks = migrate("python train_async.py --lr 1e-6")
-    assert words == ["agentrl", "train", "--lr", "1e-6"] and "synchronously" in remarks["--async"]
+    assert sorted(words) == ["--async-buffer-size", "--lr", "1", "1e-6", "agentrl", "train"]
+    assert "one rollout ahead" in remarks["--async-buffer-size"]
 
 
 def test_a_command_in_a_value_ends_neither_the_array_nor_the_call(migrate, tmp_path, capsys):

@@ -96,7 +96,7 @@ def test_negative_numbers_are_values(refused):
         (("--limit", "3"), ("--eval-tasks",)),
         (("--colocate",), ("--colocate", "not available yet")),
         (("--partial-rollout",), ("not available yet",)),
-        (("--async-buffer-size", "2"), ("not available yet",)),
+        (("--async-bufer-size", "2"), ("Did you mean --async-buffer-size?",)),
         (("--lr", "fast"), ("--lr", "a number", "'fast'")),
         (("--lr", "nan"), ("--lr", "a number", "'nan'")),
         (("--num-rollout", "2.5"), ("--num-rollout", "a whole number", "'2.5'")),

@@ -24,7 +24,7 @@ from agentrl.envs.registry import make_env
 from agentrl.evaluation.heldout import held_out_sets
 from agentrl.evaluation.metrics import summarize
 from agentrl.orchestrator import engine_service, loop, manager
-from agentrl.orchestrator.metrics import rollout_metrics
+from agentrl.orchestrator.metrics import rollout_metrics, stale_metrics
 from agentrl.rollout.episode import EpisodeLimits, run_episode
 from agentrl.rollout.policies.scripted import ScriptedClient
 from agentrl.rollout.template.chat import ChatTemplate
@@ -62,7 +62,7 @@ def test_metrics(groups):
     loss = pytest.importorskip("agentrl.trainer.losses")
     from agentrl.trainer import agreement
 
-    rollout = set(rollout_metrics(groups, 1.0, 0)) | {"rollout/zero_variance"}
+    rollout = set(rollout_metrics(groups, 1.0, 0) | stale_metrics(groups)) | {"rollout/zero_variance"}
     rollout = {re.sub(r"/reward/.*", "/reward/<part>", re.sub(r"/stop/.*", "/stop/<reason>", n)) for n in rollout}
     options = AlgorithmOptions(use_kl_loss=True, entropy_coef=0.1)
     columns = dict.fromkeys(("advantage", "rollout", "ref", "weight"), np.zeros(0))
@@ -79,7 +79,7 @@ def test_metrics(groups):
     managed = {f"engine/{name}" for name in re.findall(r"\w+", counters)}
     sources = "".join(inspect.getsource(module) for module in (manager, loop, engine_service))
     managed |= set(re.findall(r'"((?:engine|sync|time)/\w+)"', sources))
-    managed |= {f"data/{name}" for name in TaskAccount(TaskSource("env", None)).counts}
+    managed |= {"data/rollouts_ahead"} | {f"data/{name}" for name in TaskAccount(TaskSource("env", None)).counts}
     episodes = [t for group in groups for t in group.trajectories]
     evaluated = set(flatten_summary("<set>", summarize("<set>", "test", episodes, 1.0).to_dict()))
     documented = first_cells(TRAINING.split("<!-- metrics -->")[1].split("<!-- end of metrics -->")[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from agentrl.config import load_config
 from agentrl.engines.world import World
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.orchestrator import cluster as module
 from agentrl.orchestrator.cluster import Bundle, Cluster, bundles_of, placement
 from agentrl.orchestrator.launch import train
 from agentrl.processes.signals import Terminated, raise_on_signals
@@ -97,6 +99,19 @@ def test_a_signal_in_the_middle_of_rays_import_comes_through(monkeypatch):
         pass
 
 
+def test_a_ray_that_does_not_start_in_time_is_one_sentence(monkeypatch):
+    def init(**options: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    private = SimpleNamespace(utils=SimpleNamespace(), worker=SimpleNamespace())
+    ray = SimpleNamespace(init=init, _private=private, is_initialized=lambda: False, shutdown=lambda: None)
+    monkeypatch.setattr(module, "_leave_out", lambda *args: None)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"})
+    with pytest.raises(AgentRLError, match=r"did not start .*: The current node timed out.*busy \(load \d+"):
+        Cluster(lambda world: [Bundle("rank-0")], namespace="x", temp_dir="/nowhere").start()
+
+
 SCRIPT = """
 import json, os, sys
 from ray.cluster_utils import Cluster as Nodes
@@ -104,6 +119,7 @@ nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 4})
 nodes.add_node(num_cpus=4)
 os.environ["RAY_ADDRESS"] = nodes.address
 from agentrl.processes.signals import Terminated, raise_on_signals
+from agentrl.orchestrator import cluster as module
 from agentrl.orchestrator.cluster import Bundle, Cluster
 import ray
 
