@@ -70,6 +70,9 @@ def test_metrics(groups):
     trained = set(loss.metrics_of(sums, 0.0, 1.0))
     for name in ("core.py", "policy.py", "critic.py"):
         trained |= set(re.findall(r'"((?:train|critic|time)/\w+)":', (MEGATRON / name).read_text(encoding="utf-8")))
+    of_a_step = re.findall(r'"(\w+)": (?:norm|rate|float\(\w+\))', (MEGATRON / "core.py").read_text(encoding="utf-8"))
+    of_values = re.findall(r'"(value_\w+)"', (MEGATRON / "critic.py").read_text(encoding="utf-8"))
+    trained |= {f"train/{name}" for name in of_a_step} | {f"critic/{name}" for name in (*of_a_step, *of_values)}
     for module in (base, importance):
         trained |= set(re.findall(r'"(train/\w+)"', inspect.getsource(module)))
     trained |= set(re.findall(r'f?"(train/\w+(?:/age_)?)', inspect.getsource(agreement.by_age).replace("{age}", "")))
