@@ -213,6 +213,11 @@ class TrainBatch:
     def num_episodes(self) -> int:
         return len(set(self.episode_ids))
 
+    @property
+    def sampled_of(self) -> np.ndarray:
+        """int64[S]: sampled tokens of each sequence."""
+        return np.bincount(self.sequence[self.loss_mask == 1], minlength=len(self))
+
     def sums(self, values: np.ndarray) -> np.ndarray:
         """float64[R]: per-token ``values`` summed over the sampled tokens of each trajectory, all its segments."""
         return np.bincount(self.trajectory, weights=values * self.loss_mask, minlength=self.num_trajectories)

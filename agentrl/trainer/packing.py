@@ -6,6 +6,7 @@ Invariants, whatever the lengths (`tests/trainer/test_packing.py` proves them by
 - all samples of one key (an episode, possibly in several segments or by several agents) fall in one step;
 - in a step, every data-parallel rank has the same number of micro-batches, as collectives require;
 - a micro-batch holds at most ``max_tokens`` tokens, save one whose only sample is longer;
+- work is dealt to ranks as evenly as whole samples allow, by what a sample costs and not by its tokens;
 - the outcome is a function of the arguments, so that every rank can compute it alone.
 """
 
@@ -19,6 +20,9 @@ from agentrl.errors import ConfigError
 
 Samples = tuple[int, ...]
 """The samples of one micro-batch."""
+
+_LOOKED_AT = 32
+"""Micro-batches without room that a sample passes over before more of them are made."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +44,23 @@ class Step:
 def schedule(
     lengths: Sequence[int],
     *,
+    costs: Sequence[int] | None = None,
     dp: int = 1,
     max_tokens: int | None = None,
     micro_batch_size: int | None = None,
+    multiple_of: int = 1,
     num_steps: int = 1,
     keys: Sequence[Hashable] | None = None,
 ) -> list[Step]:
-    """Cut samples into steps, ranks and micro-batches of nearly equal numbers of tokens.
+    """Cut samples into steps, ranks and micro-batches of nearly equal work.
 
     Args:
         lengths: tokens of each sample.
+        costs: work of each sample, in any unit; default: its tokens.
         dp: data-parallel ranks.
         max_tokens: most tokens in a micro-batch (``--max-tokens-per-gpu``).
         micro_batch_size: most samples in a micro-batch; used when ``max_tokens`` is None.
+        multiple_of: the number of micro-batches of a rank is a multiple of this.
         num_steps: optimizer steps. Keys are dealt to them in the order they come, as evenly as
             whole keys allow.
         keys: what must not be split over steps (episode ids); default: each sample its own.
@@ -65,16 +73,24 @@ def schedule(
         ConfigError: no samples, fewer keys than steps, or limits that are not positive.
     """
     keys = list(range(len(lengths))) if keys is None else list(keys)
-    _check(lengths, dp, max_tokens, micro_batch_size, num_steps, keys)
+    costs = lengths if costs is None else costs
+    _check(lengths, costs, dp, max_tokens, micro_batch_size, num_steps, keys)
     steps = []
     for samples in _cut_steps(keys, num_steps):
-        bins = _pack(samples, lengths, dp, max_tokens, micro_batch_size)
-        steps.append(_deal(bins, lengths, dp))
+        dearest_first = sorted(samples, key=lambda i: (-costs[i], -lengths[i], i))
+        most = None
+        if max_tokens is None:
+            assert micro_batch_size is not None  # one of the two is given
+            most = _round_up(-(-len(samples) // dp), micro_batch_size)
+        shares = _fill(dearest_first, lengths, costs, dp, None, most)
+        assert shares is not None  # there is room for all
+        steps.append(_pack(shares, lengths, costs, max_tokens, micro_batch_size, multiple_of))
     return steps
 
 
 def _check(
     lengths: Sequence[int],
+    costs: Sequence[int],
     dp: int,
     max_tokens: int | None,
     micro_batch_size: int | None,
@@ -86,6 +102,8 @@ def _check(
         raise ConfigError(f"schedule: {len(keys)} keys for {len(lengths)} samples; give one each")
     if not len(lengths) or min(lengths) < 1:
         raise ConfigError(f"schedule: nothing to train on ({given}); every sample needs tokens")
+    if len(costs) != len(lengths) or min(costs) < 1:
+        raise ConfigError(f"schedule: costs must be one positive number a sample ({given})")
     if dp < 1 or num_steps < 1:
         raise ConfigError(f"schedule: dp and num_steps must be at least 1 ({given})")
     limit = max_tokens if max_tokens is not None else micro_batch_size
@@ -109,57 +127,80 @@ def _cut_steps(keys: list[Hashable], num_steps: int) -> list[list[int]]:
 
 
 def _pack(
-    samples: list[int], lengths: Sequence[int], dp: int, max_tokens: int | None, micro_batch_size: int | None
-) -> list[list[int]]:
-    """Bins within the limit, their number a multiple of ``dp``, loads nearly equal.
+    shares: list[list[int]],
+    lengths: Sequence[int],
+    costs: Sequence[int],
+    max_tokens: int | None,
+    micro_batch_size: int | None,
+    multiple_of: int,
+) -> Step:
+    """Cut each rank's share into the same number of micro-batches, the smallest in which everything fits.
 
-    Longest first into the lightest bin; more bins, by a sixty-fourth or one a rank, until everything fits.
+    It is looked for upwards, by a sixty-fourth at a time.
     """
-    longest_first = sorted(samples, key=lambda i: (-lengths[i], i))
     if max_tokens is not None:
-        apart = sum(2 * lengths[i] > max_tokens for i in samples)  # no two of these share a bin
-        count, micro_batch_size = max(-(-sum(lengths[i] for i in samples) // max_tokens), apart), None
+        micro_batch_size = None
+        count = max(max(-(-sum(lengths[i] for i in s) // max_tokens), _apart(s, lengths, max_tokens)) for s in shares)
     else:
         assert micro_batch_size is not None  # one of the two is given
-        count = -(-len(samples) // micro_batch_size)
-    count = _round_up(count, dp)
-    while (bins := _fill(longest_first, lengths, count, max_tokens, micro_batch_size)) is None:
-        count += _round_up(count // 64, dp)
-    return bins
+        count = max(-(-len(s) // micro_batch_size) for s in shares)
+    while True:
+        count = _round_up(count, multiple_of)
+        ranks = []
+        for share in shares:
+            bins = _fill(share, lengths, costs, count, max_tokens, micro_batch_size)
+            if bins is None:
+                break
+            # Ranks that exchange something in each micro-batch, as those that share experts do, then wait least.
+            bins.sort(key=lambda samples: -sum(costs[i] for i in samples))
+            ranks.append(tuple(tuple(sorted(samples)) for samples in bins))
+        else:
+            return Step(tuple(ranks))
+        count += -(-count // 64)
+
+
+def _apart(samples: list[int], lengths: Sequence[int], max_tokens: int) -> int:
+    """How many samples there are of which no two go into one micro-batch."""
+    return sum(2 * lengths[i] > max_tokens for i in samples)
 
 
 def _fill(
-    longest_first: list[int], lengths: Sequence[int], count: int, max_tokens: int | None, max_samples: int | None
+    dearest_first: list[int],
+    lengths: Sequence[int],
+    costs: Sequence[int],
+    count: int,
+    max_tokens: int | None,
+    max_samples: int | None,
 ) -> list[list[int]] | None:
+    """Each sample into the bin with the least work; where the first few have no room, into that with the fewest tokens.
+
+    None where that has no room either.
+    """
     bins: list[list[int]] = [[] for _ in range(count)]
-    heap = [(0, n) for n in range(count)]
-    full: set[int] = set()
-    for sample in longest_first:
-        while True:
-            load, n = heapq.heappop(heap)
-            if n not in full:
-                break
-        if max_tokens is not None and bins[n] and load + lengths[sample] > max_tokens:
-            return None
-        bins[n].append(sample)
-        if max_samples is not None and len(bins[n]) >= max_samples:
-            full.add(n)
-        heapq.heappush(heap, (load + lengths[sample], n))
+    work, tokens = [0] * count, [0] * count
+    idlest, emptiest = ([(0, n) for n in range(count)] for _ in range(2))  # heaps; entries of before stay in them
+    for sample in dearest_first:
+        chosen, passed_over = None, []
+        while chosen is None and idlest and len(passed_over) < _LOOKED_AT:
+            entry = heapq.heappop(idlest)
+            n = entry[1]
+            if entry[0] == work[n] and (max_samples is None or len(bins[n]) < max_samples):
+                passed_over.append(entry)
+                if max_tokens is None or not bins[n] or tokens[n] + lengths[sample] <= max_tokens:
+                    chosen = n
+        if chosen is None:
+            while emptiest[0][0] != tokens[emptiest[0][1]]:
+                heapq.heappop(emptiest)
+            chosen = emptiest[0][1]
+            if max_tokens is None or tokens[chosen] + lengths[sample] > max_tokens:
+                return None
+        bins[chosen].append(sample)
+        work[chosen] += costs[sample]
+        tokens[chosen] += lengths[sample]
+        for entry in (*passed_over, (work[chosen], chosen)):
+            heapq.heappush(idlest, entry)
+        heapq.heappush(emptiest, (tokens[chosen], chosen))
     return bins
-
-
-def _deal(bins: list[list[int]], lengths: Sequence[int], dp: int) -> Step:
-    """Give bins to ranks in rounds of ``dp``, the heaviest to the rank with least so far."""
-    load = {n: sum(lengths[i] for i in b) for n, b in enumerate(bins)}
-    heaviest_first = sorted(load, key=lambda n: (-load[n], n))
-    ranks: list[list[Samples]] = [[] for _ in range(dp)]
-    totals = [0] * dp
-    for start in range(0, len(bins), dp):
-        lightest_first = sorted(range(dp), key=lambda r: (totals[r], r))
-        for rank, n in zip(lightest_first, heaviest_first[start : start + dp], strict=True):
-            ranks[rank].append(tuple(sorted(bins[n])))
-            totals[rank] += load[n]
-    return Step(tuple(tuple(rank) for rank in ranks))
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -41,6 +41,7 @@ def test_tokens_know_their_borders_and_unsampled_segments_are_left_out(batch):
     assert batch.group.tolist() == [0] * 8 + [1] * 2 + [0] * 3
     assert batch.turn[batch.loss_mask == 1].tolist() == [0, 1, 1, 2, 3, 4, 4]
     assert (batch.num_sampled, batch.num_trajectories, len(batch), batch.steps(9)) == (7, 3, 4, 3)
+    assert batch.sampled_of.tolist() == [3, 1, 1, 2]
 
 
 def test_sums_means_and_what_is_spread_are_over_all_segments(batch):

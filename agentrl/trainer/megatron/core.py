@@ -22,6 +22,7 @@ from agentrl.algorithms import TrainBatch
 from agentrl.config.schema import TrainerOptions
 from agentrl.data.writes import Writes
 from agentrl.errors import GradientError
+from agentrl.families.flops import Flops
 from agentrl.trainer import packing
 from agentrl.trainer.batch import micro_batch
 from agentrl.trainer.megatron import cpu
@@ -87,6 +88,7 @@ class Core:
         models.check_overrides(options, hf_config)
         self.device = torch.device("cpu") if cpu.on_cpu() else torch.device("cuda", torch.cuda.current_device())
         self.conversion = models.make_conversion(hf_config, options, layout, logits=not values)
+        self._flops = Flops.of(hf_config.to_dict())
         self.model = models.build_model(self.conversion)
         self.conversion.load(self.model, self.hf_checkpoint)
         if values and layout.last_stage:
@@ -118,10 +120,13 @@ class Core:
     def schedule(
         self, batch: TrainBatch, num_steps: int = 1, keys: Sequence[Hashable] | None = None
     ) -> list[packing.Step]:
-        """Which sequences run together; those of one key in one optimizer step."""
+        """Which sequences run together; those of one key in one optimizer step. Ranks have equal work, in FLOPs."""
         fixed = None if self.options.use_dynamic_batch_size else self.options.micro_batch_size
+        lengths = batch.lengths.tolist()
+        logits = batch.sampled_of.tolist() if self.conversion.logits else [0] * len(lengths)
         return packing.schedule(
-            batch.lengths.tolist(),
+            lengths,
+            costs=[self._flops.sequence(n, sampled) for n, sampled in zip(lengths, logits, strict=True)],
             dp=self.layout.dp,
             max_tokens=None if fixed else self.options.max_tokens_per_gpu,
             micro_batch_size=fixed,
