@@ -88,6 +88,22 @@ class Algorithm:
 
     # -- what follows from it ---------------------------------------------------------------------
 
+    @property
+    def follows(self) -> bool:
+        """Whether :meth:`in_step` makes columns of ``current``, which the trainer infers before each optimizer step."""
+        return self.sequence_ratio or self.options.use_opsm
+
+    def in_step(self, batch: TrainBatch) -> dict[str, np.ndarray]:
+        """float32[T] by name, for one optimizer step, of a batch that has what :meth:`prepare` gave and ``current``:
+        ``log_ratio`` of trajectories, ``correction`` and the tokens that ``--use-opsm`` leaves out, ``opsm_masked``."""
+        columns: dict[str, np.ndarray] = {}
+        if self.sequence_ratio:
+            columns["log_ratio"] = self.log_ratio(batch)
+        if self.options.use_opsm:
+            masked = importance.too_far(batch, self.options)
+            columns |= {"opsm_masked": masked, "correction": batch.columns.get("correction", batch.loss_mask) * ~masked}
+        return {name: values.astype(np.float32) for name, values in columns.items()}
+
     def check(self, n_samples_per_prompt: int) -> None:
         """Raise ConfigError where so many episodes a task teach nothing, or options do not go together."""
         options = self.options
@@ -107,6 +123,8 @@ class Algorithm:
                 f"--tis-level token does not go with {self.name}, whose ratio is of a trajectory: give --tis-level "
                 "sequence or geometric."
             )
+        if options.use_opsm and self.off_policy:
+            raise ConfigError(f"--use-opsm has no effect: the loss of {self.name} knows no policy that sampled.")
         for flag, low, high in (
             ("--tis-clip", options.tis_clip_low, options.tis_clip),
             ("--rs-upper-bound", options.rs_lower_bound, options.rs_upper_bound),
@@ -161,7 +179,7 @@ class Algorithm:
         if options.use_tis or options.use_rs:
             wanted.add("old")
         # With one step the model's own log-probabilities are the old ones, and are there anyway.
-        if steps > 1 or self.sequence_ratio:
+        if steps > 1 or self.follows:
             wanted.add("old")
         return tuple(sorted(wanted - {"old"} if options.use_rollout_logprobs else wanted))
 

@@ -53,6 +53,15 @@ def correction(batch: TrainBatch, options: AlgorithmOptions) -> np.ndarray | Non
     return weights * accepted(batch, options)[batch.trajectory] if options.use_rs else weights
 
 
+def too_far(batch: TrainBatch, options: AlgorithmOptions) -> np.ndarray:
+    """bool[T], with ``--use-opsm``: sampled tokens with a negative advantage in trajectories on which the policy has
+    gone from the one that sampled by more than ``opsm_delta``, the mean of ``rollout`` - ``current`` over its tokens
+    (off-policy sequence masking: DeepSeek-V3.2, arXiv:2512.02556, section 3.1, where they have M = 0)."""
+    apart = batch.means(batch["rollout"].astype(np.float64) - batch["current"])
+    negative = (batch["advantage"] < 0) & (batch.loss_mask == 1)
+    return negative & (apart > options.opsm_delta)[batch.trajectory]
+
+
 def correction_metrics(batch: TrainBatch, options: AlgorithmOptions) -> dict[str, float]:
     """``train/tis_mean``, ``train/tis_clipped`` (share of sampled tokens outside the bounds), ``train/rs_rejected``
     (share of trajectories)."""

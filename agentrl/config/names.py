@@ -23,8 +23,6 @@ NOT_AVAILABLE = {
     "auto-resume": "restarting by itself (--load RUN continues a run)",
     "use-opd": "on-policy distillation",
     "group-rm": "a reward that sees a whole group",
-    "use-opsm": "off-policy sequence masking by the KL divergence (--use-rs rejects by the ratio)",
-    "opsm-delta": "off-policy sequence masking by the KL divergence (--use-rs rejects by the ratio)",
     "custom-reward-post-process-path": "changing rewards between scoring and training",
     "load-debug-rollout-data": _REPLAY,
     "debug-train-only": _REPLAY,

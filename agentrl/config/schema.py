@@ -512,6 +512,11 @@ class AlgorithmOptions:
     """Lower bound of trainer ÷ engine in an accepted trajectory."""
     rs_upper_bound: Annotated[float, Range(low=0.0, low_open=True)] = 2.0
     """Upper bound of trainer ÷ engine in an accepted trajectory."""
+    use_opsm: bool = False
+    """Leave out of the policy term the tokens with a negative advantage in trajectories from which the policy has moved
+    away (off-policy sequence masking); costs a forward pass an optimizer step."""
+    opsm_delta: NonNegative = 1e-4
+    """How far, in nats a token: the mean of engine less trainer, of log-probabilities before the optimizer step."""
     kl_coef: NonNegative = 0.0
     """Weight of the KL divergence to the reference model in the reward: so much of it is taken from each reward."""
     use_kl_loss: bool = False

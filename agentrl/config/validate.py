@@ -410,6 +410,7 @@ _NEEDS: dict[str, tuple[Callable[[Config], bool], tuple[str, ...]]] = {
     "--use-kl-loss or --kl-coef": (lambda c: _has_reference(c), ("ref_load", "kl_loss_type", "ref_update_interval")),
     "--use-tis": (lambda c: c.use_tis, ("tis_mode", "tis_level", "tis_clip", "tis_clip_low")),
     "--use-rs": (lambda c: c.use_rs, ("rs_level", "rs_lower_bound", "rs_upper_bound")),
+    "--use-opsm": (lambda c: c.use_opsm, ("opsm_delta",)),
     "--overlong-handling penalty": (
         lambda c: c.overlong_handling == "penalty",
         ("overlong_max_len", "overlong_buffer_len", "overlong_penalty_factor"),

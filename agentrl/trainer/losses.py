@@ -190,6 +190,8 @@ class Loss:
         for term in terms:
             total = total + term.coef * (weight * term.values).sum()
             means |= {term.metric: term.values, **term.metrics}
+        if "opsm_masked" in tokens.columns:
+            means["opsm_masked"] = tokens["opsm_masked"]
         with torch.no_grad():
             d = tokens.logprobs.new_zeros(())
             if "rollout" in tokens.columns:

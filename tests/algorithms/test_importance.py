@@ -95,6 +95,60 @@ def test_on_policy_every_weight_is_one(batch):
     assert "correction" not in algorithm().prepare(batch)
 
 
+def opsm_reference(batch, delta):
+    """DeepSeek-V3.2, arXiv:2512.02556, section 3.1: M of each sampled token, token by token in float64."""
+    found = []
+    for t in np.flatnonzero(batch.loss_mask):
+        own = [s for s in np.flatnonzero(batch.loss_mask) if batch.trajectory[s] == batch.trajectory[t]]
+        apart = math.fsum(float(batch["rollout"][s]) - float(batch["current"][s]) for s in own) / len(own)
+        found.append(0.0 if batch["advantage"][t] < 0 and apart > delta else 1.0)
+    return found
+
+
+def moved(batch, seed=0):
+    """With random advantages, of either sign within a trajectory, and a policy that has moved on."""
+    rng = np.random.default_rng(seed)
+    of_all = rng.normal(0, 0.1, batch.num_trajectories)[batch.trajectory]
+    now = batch["old"] + rng.normal(0, 0.2, batch.num_tokens) - of_all
+    advantage = rng.normal(size=batch.num_tokens) * batch.loss_mask
+    return batch.with_columns(current=now.astype(np.float32), advantage=advantage.astype(np.float32))
+
+
+@pytest.mark.parametrize("delta", [0.0, 0.05])
+def test_off_policy_sequence_masking_equals_the_reference(batch, delta):
+    batch, sampled = moved(batch), batch.loss_mask == 1
+    expected = opsm_reference(batch, delta)
+    columns = algorithm(use_opsm=True, opsm_delta=delta).in_step(batch)
+    assert columns["correction"][sampled].tolist() == expected and 0 < sum(expected) < len(expected)
+    assert (columns["opsm_masked"] == (1 - columns["correction"]) * batch.loss_mask).all()
+    weighed = batch.with_columns(correction=np.full(batch.num_tokens, 0.5, np.float32))
+    both = algorithm(use_opsm=True, opsm_delta=delta).in_step(weighed)["correction"]
+    assert both[sampled].tolist() == pytest.approx(0.5 * np.array(expected)), "beside importance weights"
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 99), delta=st.floats(0, 0.3))
+def test_only_failures_of_trajectories_far_away_are_masked(seed, delta):
+    batch = moved(noisy(batch_of(trajectory(f"t{n}", [0.0, n]) for n in range(4)), seed=seed), seed)
+    junk = np.random.default_rng(seed).normal(size=batch.num_tokens) * 50
+    dirty = {n: np.where(batch.loss_mask == 1, batch[n], junk).astype(np.float32) for n in ("rollout", "current")}
+    masked = algorithm(use_opsm=True, opsm_delta=delta).in_step(batch.with_columns(**dirty))["opsm_masked"] == 1
+    assert not masked[batch.loss_mask == 0].any() and not masked[batch["advantage"] >= 0].any()
+    for n in range(batch.num_trajectories):
+        negative = (batch.trajectory == n) & (batch["advantage"] < 0)
+        assert len(set(masked[negative])) <= 1, "a trajectory's failures are masked together"
+    looser = algorithm(use_opsm=True, opsm_delta=delta + 0.05).in_step(batch)["opsm_masked"] == 1
+    assert not (looser & ~masked).any()
+    same = batch.with_columns(current=batch["rollout"])
+    assert not algorithm(use_opsm=True, opsm_delta=delta).in_step(same)["opsm_masked"].any(), "on policy, nothing"
+
+
+def test_off_policy_sequence_masking_asks_for_the_policy_before_each_step(batch):
+    assert algorithm(use_opsm=True).infers(1) == ("old",) and algorithm(use_opsm=True).follows
+    assert algorithm(use_opsm=True, use_rollout_logprobs=True).infers(2) == ()
+    assert not algorithm().follows and algorithm().in_step(batch) == {}
+
+
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 99), level=st.sampled_from(LEVELS), mode=st.sampled_from(["truncate", "mask"]))
 def test_what_stands_at_masked_tokens_changes_no_weight(seed, level, mode):
@@ -119,6 +173,7 @@ def test_what_stands_at_masked_tokens_changes_no_weight(seed, level, mode):
         ({"use_kl_loss": True, "kl_loss_type": "k1"}, "k1 in the loss pulls nowhere.*--use-unbiased-kl"),
         ({"use_kl_loss": True, "kl_loss_type": "k2", "use_unbiased_kl": True}, "k1, k3 or low_var_kl, not k2"),
         ({"advantage_estimator": "cispo", "eps_clip_c": 3.0}, "--eps-clip-c has no effect.*cispo"),
+        ({"loss_type": "sft_loss", "use_opsm": True}, "--use-opsm has no effect.*policy that sampled"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options, text):

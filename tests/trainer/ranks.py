@@ -37,7 +37,7 @@ ESTIMATORS = {
     "dp2 dr_grpo": {
         "advantage_estimator": "dr_grpo", "loss_scale_factor": 50, "credit_level": "turn", "use_tis": True,
         "use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.9, "kl_loss_type": "k3", "use_unbiased_kl": True,
-        "eps_clip_c": 3.0, "kl_coef": 0.1,
+        "eps_clip_c": 3.0, "kl_coef": 0.1, "use_opsm": True,
     },
     "tp2 sft_loss": {"tensor_model_parallel_size": 2, "loss_type": "sft_loss", "use_kl_loss": False},
     "pp2 sft_loss": {"pipeline_model_parallel_size": 2, "loss_type": "sft_loss", "use_kl_loss": False},

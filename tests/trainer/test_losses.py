@@ -237,6 +237,7 @@ def test_how_a_step_is_cut_and_what_is_masked_does_not_change_the_loss(name, see
     options = AlgorithmOptions(
         advantage_estimator=name, use_rollout_logprobs=False, use_kl_loss=True, kl_loss_coef=0.1, kl_coef=0.05,
         use_tis=True, tis_level="geometric", use_rs=True, overlong_handling="mask", loss_scale_factor=40,
+        use_opsm=True,
     )  # fmt: skip
     algorithm, batch = load_algorithm(options), random_batch(8, seed=seed, segments=2, groups=1)
 
@@ -248,9 +249,7 @@ def test_how_a_step_is_cut_and_what_is_masked_does_not_change_the_loss(name, see
 
     def loss_and_gradient(batch, cut):
         batch = batch.with_columns(**algorithm.prepare(batch))
-        columns = {"weight": algorithm.aggregate(batch, range(len(batch)))}
-        if algorithm.sequence_ratio:
-            columns["log_ratio"] = algorithm.log_ratio(batch)
+        columns = {"weight": algorithm.aggregate(batch, range(len(batch))), **algorithm.in_step(batch)}
         batch, total, gradient = batch.with_columns(**columns), 0.0, np.zeros(batch.num_tokens)
         for samples in cut:
             micro = micro_batch(batch, samples)

@@ -564,6 +564,23 @@ def test_a_step_whose_episodes_are_all_masked_moves_nothing(make_trainer):
     assert (log_probs(trainer, batch) == before).all()
 
 
+def test_failures_far_from_the_policy_do_not_train_it(make_trainer):
+    """Segments of a trajectory lie in several micro-batches, and only the second step's policy has moved away."""
+    trainer = make_trainer(use_opsm=True, opsm_delta=1e-3, lr=0.02, max_tokens_per_gpu=64)
+    batch = random_batch(8, segments=2, groups=4)
+    batch = batch.with_columns(rollout=log_probs(trainer, batch))
+    batch = batch.with_columns(old=batch["rollout"])
+    report, kept = trainer.update(batch, num_steps=2, keep=True)
+    now = batch.with_columns(current=kept["current"])
+    masked = trainer.algorithm.in_step(now)["opsm_masked"] == 1
+    first, second = (batch.trajectory < 2), (batch.trajectory >= 2)
+    assert not masked[first].any() and masked[second].any()
+    shares = [masked[half & (batch.loss_mask == 1)].mean() for half in (first, second)]
+    assert report["train/opsm_masked"] == pytest.approx(np.mean(shares), rel=1e-4)
+    far = batch.with_columns(rollout=batch["rollout"] + batch.loss_mask, advantage=-np.abs(batch["advantage"]))
+    assert trainer.update(far)[0]["train/grad_norm"] == 0, "all are failures that it would not sample"
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_each_estimator_raises_the_probability_of_what_earned_more(make_trainer, name):
     """Infer, credit and update as the loop does them, three rollouts of the same episodes."""

@@ -111,12 +111,11 @@ class Policy:
             scale = core.scale(step)
             weight = self.algorithm.aggregate(batch, step.samples) * scale
             columns = {"weight": weight.astype(np.float32)}
-            if self.algorithm.sequence_ratio:
+            if self.algorithm.follows:
                 # Before the first update the old policy is the present one, where the trainer inferred it.
                 inferred = not reports and not core.options.use_rollout_logprobs
                 current = batch["old"] if inferred else self._log_probs(batch, step)
-                log_ratio = self.algorithm.log_ratio(batch.with_columns(current=current))
-                columns["log_ratio"] = log_ratio.astype(np.float32)
+                columns |= self.algorithm.in_step(batch.with_columns(current=current))
             whole = batch.with_columns(**columns)
             results = core.run(whole, step, self._head(keep))
             report = metrics_of(*core.reduce(results, self.loss.names(token_columns(whole))), scale)
