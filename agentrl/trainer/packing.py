@@ -180,7 +180,8 @@ def _fill(
     work, tokens = [0] * count, [0] * count
     idlest, emptiest = ([(0, n) for n in range(count)] for _ in range(2))  # heaps; entries of before stay in them
     for sample in dearest_first:
-        chosen, passed_over = None, []
+        chosen: int | None = None
+        passed_over: list[tuple[int, int]] = []
         while chosen is None and idlest and len(passed_over) < _LOOKED_AT:
             entry = heapq.heappop(idlest)
             n = entry[1]

@@ -64,8 +64,8 @@ def test_metrics(groups):
 
     rollout = set(rollout_metrics(groups, 1.0, 0) | stale_metrics(groups)) | {"rollout/zero_variance"}
     rollout = {re.sub(r"/reward/.*", "/reward/<part>", re.sub(r"/stop/.*", "/stop/<reason>", n)) for n in rollout}
-    options = AlgorithmOptions(use_kl_loss=True, entropy_coef=0.1)
-    columns = dict.fromkeys(("advantage", "rollout", "ref", "weight"), np.zeros(0))
+    options = AlgorithmOptions(use_kl_loss=True, entropy_coef=0.1, use_opsm=True)
+    columns = dict.fromkeys(("advantage", "rollout", "ref", "weight", "opsm_masked"), np.zeros(0))
     sums = dict.fromkeys(loss.Loss(load_algorithm(options), options).names(columns), 1.0)
     trained = set(loss.metrics_of(sums, 0.0, 1.0))
     for name in ("core.py", "policy.py", "critic.py"):
