@@ -123,8 +123,8 @@ class Algorithm:
                 f"--tis-level token does not go with {self.name}, whose ratio is of a trajectory: give --tis-level "
                 "sequence or geometric."
             )
-        if options.use_opsm and self.off_policy:
-            raise ConfigError(f"--use-opsm has no effect: the loss of {self.name} knows no policy that sampled.")
+        if options.use_opsm and set(self.terms) <= {"nll", "kl", "entropy"}:
+            raise ConfigError(f"--use-opsm has no effect: the loss of {self.name} has no term of a policy that sampled.")
         for flag, low, high in (
             ("--tis-clip", options.tis_clip_low, options.tis_clip),
             ("--rs-upper-bound", options.rs_lower_bound, options.rs_upper_bound),
