@@ -75,6 +75,8 @@ def _message(given: Any, where: str) -> Message:
     role = message.get("role")
     if role not in ROLES:
         raise DataError(f"{where}: role {role!r:.40} is not one of {', '.join(ROLES)}.")
+    if "more" in message:  # where records keep calls, without the tools that were offered
+        raise DataError(f"{where}: it is of a stored trajectory; give --sft-from the run, in place of its files.")
     for name in _TEXTS:
         if not isinstance(message.get(name, ""), str):
             raise DataError(f"{where}: {name!r} must be text, got {message[name]!r:.60}.")

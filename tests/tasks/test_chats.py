@@ -44,6 +44,7 @@ def written(path: Path, *rows: Any) -> str:
         ({"messages": [HI, {**HO, "weight": 0.5}]}, "message 2: 'weight' must be 1 .true. or 0 .false., got 0.5"),
         ({"messages": [{**HI, "train": True}, HO]}, "message 1: 'train' marks words of user as learned"),
         ({"messages": [HI, {**HO, "train": False}]}, "but those that are not to be learned, so there"),
+        ({"messages": [HI, {**HO, "more": "{}"}]}, "message 2: it is of a stored trajectory; give --sft-from the run"),
         ({"messages": [HI, HO], "tools": "{"}, "'tools' is text that is not JSON"),
         ({"messages": [HI, HO], "tools": [{"name": "search"}]}, "tool 1: expected"),
     ],
