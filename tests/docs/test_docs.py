@@ -21,6 +21,7 @@ from agentrl.cli.compare import CompareOptions
 from agentrl.cli.export import ExportOptions
 from agentrl.cli.fetch_model import MODELS, FetchOptions
 from agentrl.cli.main import COMMANDS
+from agentrl.cli.plan import PlanOptions
 from agentrl.cli.serve_retriever import RetrieverOptions
 from agentrl.cli.show import ShowOptions
 from agentrl.config import load_config, load_eval_config
@@ -190,7 +191,7 @@ def known_flag(command: str, flag: str) -> bool:
         if command in OPTIONS:
             load_options(OPTIONS[command], [flag])
         else:
-            parse_flags({"train": Config, "eval": EvalConfig}[command], [flag])[0].readable()
+            parse_flags({"train": Config, "eval": EvalConfig, "plan": PlanOptions}[command], [flag])[0].readable()
     except ConfigError as error:
         return "got nothing" in str(error)
     return True
@@ -198,7 +199,7 @@ def known_flag(command: str, flag: str) -> bool:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "configuration.md"], ids=name_of)
 def test_flags_named_in_text_exist(page: Path):
-    commands = ("train", "eval", *OPTIONS)
+    commands = ("train", "eval", "plan", *OPTIONS)
     text = page.read_text(encoding="utf-8")
     for flag in set(re.findall(r"`(--[a-z][a-z0-9-]*)(?<!-)(?![\w-])", text)) - NOT_OURS:
         of_others = flag[2:] in {*IMPLIED, *NOT_AVAILABLE, *ADVICE}
