@@ -12,20 +12,22 @@ class WeightCopies:
     """Named CPU copies of a model's parameters, and of the biases by which its experts are chosen.
 
     One copy costs the size of this rank's weights in CPU memory, and nothing on the GPU. While one
-    is swapped in, the live weights wait in CPU memory too.
+    is swapped in, the live weights wait in CPU memory too, in room that is kept for them from then on.
+    Of a GPU's weights all of it is pinned: they move at the speed of the bus.
     """
 
     def __init__(self, model: torch.nn.Module):
         biases = (value for name, value in model.named_buffers() if name.endswith(".expert_bias"))
         self._parameters = [*model.parameters(), *biases]
         self._copies: dict[str, list[torch.Tensor]] = {}
+        self._live: list[torch.Tensor] = []
 
     def __contains__(self, name: str) -> bool:
         return name in self._copies
 
     def keep(self, name: str) -> None:
         """Copy the model's present weights under this name, in place of an earlier copy."""
-        self._copies[name] = [p.detach().to("cpu", copy=True) for p in self._parameters]
+        self._copies[name] = self._read(self._copies.get(name, []))
 
     @contextlib.contextmanager
     def use(self, name: str) -> Iterator[None]:
@@ -34,15 +36,24 @@ class WeightCopies:
         Raises:
             KeyError: no copy of that name was kept.
         """
-        copy, live = self._copies[name], [p.detach().to("cpu", copy=True) for p in self._parameters]
+        copy, self._live = self._copies[name], self._read(self._live)
         try:
             self._write(copy)
             yield
         finally:
-            self._write(live)
+            self._write(self._live)
+
+    @torch.no_grad()
+    def _read(self, room: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The present weights in ``room``, or in new room where there is none."""
+        room = room or [torch.empty_like(p, device="cpu", pin_memory=p.is_cuda) for p in self._parameters]
+        for value, parameter in zip(room, self._parameters, strict=True):
+            # Not waited for: whatever reads it next is of the same stream.
+            value.copy_(parameter, non_blocking=True)
+        return room
 
     @torch.no_grad()
     def _write(self, values: list[torch.Tensor]) -> None:
         # In place: gradient buffers and optimizers hold on to these very tensors.
         for parameter, value in zip(self._parameters, values, strict=True):
-            parameter.copy_(value)
+            parameter.copy_(value, non_blocking=True)

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -101,13 +101,13 @@ class BroadcastSender:
             options.rootRank = 0
             works: dict[str, tuple[Any, Any]] = {}
             failed: dict[str, str] = {}
+            deadline = time.monotonic() + self._bucket_timeout
             for name in groups:
                 try:
                     group = self._groups[name]
-                    works[name] = group, group.broadcast([flat], options)
+                    works[name] = group, self._begin(name, group, flat, options, deadline)
                 except (KeyError, RuntimeError) as error:
                     failed[name] = f"{type(error).__name__}: {error}"
-            deadline = time.monotonic() + self._bucket_timeout
             while works:
                 for name, (group, work) in list(works.items()):
                     reason = self._outcome(name, work, deadline)
@@ -122,6 +122,34 @@ class BroadcastSender:
             for name in failed:
                 self.drop(name)
             return failed
+
+    def _begin(self, name: str, group: Any, flat: torch.Tensor, options: Any, deadline: float) -> Any:
+        """The work of a broadcast. Over NCCL the first of a group waits for all its members, and for ever where one has
+        died since it joined: in a thread of its own, which is left behind then.
+
+        Raises:
+            RuntimeError: it cannot begin, was given up, or has not begun at the deadline.
+        """
+        if self._backend != "nccl":
+            return group.broadcast([flat], options)
+        begun: Future[Any] = Future()
+
+        def begin() -> None:
+            try:
+                if self._device is not None:
+                    torch.cuda.set_device(self._device)  # of this thread
+                begun.set_result(group.broadcast([flat], options))
+            except BaseException as error:
+                begun.set_exception(error)
+
+        threading.Thread(target=begin, daemon=True, name="first broadcast").start()
+        while not begun.done():
+            if name not in self._groups:
+                raise RuntimeError("it was given up")
+            if time.monotonic() >= deadline:
+                raise RuntimeError(f"its members did not meet within {self._bucket_timeout:g} s")
+            time.sleep(_POLL_S)
+        return begun.result()
 
     def _outcome(self, name: str, work: Any, deadline: float) -> str | None:
         """How a broadcast ended: empty when well, None while it goes on."""

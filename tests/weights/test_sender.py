@@ -107,6 +107,30 @@ def test_a_broadcast_that_nobody_takes_is_given_up_on_demand_and_in_time(sender:
             process.wait()
 
 
+def test_a_first_broadcast_over_nccl_ends_in_time_though_a_member_never_comes(
+    sender: BroadcastSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL makes a group's communicator at its first broadcast, and waits for all members without a limit."""
+    end, dropped = threading.Event(), []
+
+    class Group:
+        def broadcast(self, tensors: list[torch.Tensor], options: object) -> None:
+            if not end.wait(60):
+                raise AssertionError
+
+    monkeypatch.setattr(sender, "_backend", "nccl")
+    monkeypatch.setattr(sender, "drop", lambda name: dropped.append(sender._groups.pop(name, None)))
+    sender._groups, sender._bucket_timeout = {"late": Group(), "given up": Group()}, 0.2
+    try:
+        assert sender.broadcast(0, ["late"]) == {"late": "RuntimeError: its members did not meet within 0.2 s"}
+        sender._bucket_timeout = 60.0
+        threading.Timer(0.1, sender.drop, ["given up"]).start()
+        assert sender.broadcast(0, ["given up"]) == {"given up": "RuntimeError: it was given up"}
+    finally:
+        end.set()
+    assert not sender._groups and len(dropped) == 3
+
+
 def test_a_group_whose_engine_does_not_come_is_not_waited_for(sender: BroadcastSender) -> None:
     sender.listen()
     started = time.monotonic()

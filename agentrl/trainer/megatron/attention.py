@@ -2,11 +2,14 @@
 
 Megatron's own local attention takes no packed sequences and holds the scores of all pairs in memory.
 This one cuts the packed [T] tokens into their sequences, runs torch's fused causal attention on
-each run of equally long ones, and never lets a token see another sequence.
+each run of equally long ones, and never lets a token see another sequence. On GPUs, in half precision, torch's own
+kernel for packed sequences takes all in one call.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 from dataclasses import dataclass, field
 
@@ -44,7 +47,7 @@ def pack(lengths: tuple[int, ...], positions: Tensor, *, thd: bool) -> PackedSeq
             lengths=lengths,
             positions=positions,
         )
-    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=positions.device)
+    starts = _starts(lengths, positions.device)
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=starts,
@@ -124,6 +127,8 @@ def varlen_attention(
     width = value.shape[-1]
     if width != query.shape[-1]:  # torch's fused attention takes one width
         value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
+    if takes_flash(query):
+        return flash_attention(query, key, value, lengths, scale)[..., :width]
     heads, groups = query.shape[1], key.shape[1]
     if heads != groups:
         key, value = (_repeat(x, heads // groups) for x in (key, value))
@@ -135,6 +140,50 @@ def varlen_attention(
         out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         outs.append(out.transpose(1, 2).flatten(0, 1))
     return (outs[0] if len(outs) == 1 else torch.cat(outs))[..., :width]
+
+
+def takes_flash(query: Tensor) -> bool:
+    """Whether torch's kernel for packed sequences computes these queries: all in one call, keys and values as they are.
+
+    It wants half precision, widths that are multiples of 8 up to 256, compute capability 8.0, and a torch whose kernel
+    knows groups of queries.
+    """
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if query.shape[-1] > 256 or query.shape[-1] % 8 or torch.cuda.get_device_capability(query.device) < (8, 0):
+        return False
+    return _knows_groups()
+
+
+@functools.cache
+def _knows_groups() -> bool:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return {"enable_gqa", "window_size", "scale"} <= set(inspect.signature(varlen_attn).parameters)
+
+
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float | None = None
+) -> Tensor:
+    """:func:`varlen_attention` by torch's FlashAttention, values as wide as keys. Written against torch 2.13; not yet
+    run on a GPU."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    starts, longest = _starts(lengths, query.device), max(lengths)
+    grouped, causal = query.shape[1] != key.shape[1], (-1, 0)
+    out = varlen_attn(
+        query, key, value, starts, starts, longest, longest, scale=scale, window_size=causal, enable_gqa=grouped
+    )
+    assert isinstance(out, Tensor)  # without auxiliary outputs
+    return out
+
+
+@functools.lru_cache(maxsize=8)
+def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where each sequence starts, and the end: int32[len(lengths) + 1]. The same for all layers of a micro-batch."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def _repeat(x: Tensor, times: int) -> Tensor:
