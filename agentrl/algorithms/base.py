@@ -124,7 +124,7 @@ class Algorithm:
                 "sequence or geometric."
             )
         if options.use_opsm and set(self.terms) <= {"nll", "kl", "entropy"}:
-            raise ConfigError(f"--use-opsm has no effect: the loss of {self.name} has no term of the sampling policy.")
+            raise ConfigError(f"--use-opsm has no effect: {self.name}'s loss has no term of a policy that sampled.")
         for flag, low, high in (
             ("--tis-clip", options.tis_clip_low, options.tis_clip),
             ("--rs-upper-bound", options.rs_lower_bound, options.rs_upper_bound),
