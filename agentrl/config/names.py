@@ -16,8 +16,6 @@ NOT_AVAILABLE = {
     "offload": _ONE_SET_OF_DEVICES,
     "offload-train": _ONE_SET_OF_DEVICES,
     "offload-rollout": _ONE_SET_OF_DEVICES,
-    "over-sampling-batch-size": "over-sampling",
-    "dynamic-sampling-filter-path": "choosing groups by a filter",
     "buffer-filter-path": "choosing from the buffer by a filter",
     "partial-rollout": "finishing an episode in a later rollout",
     "auto-resume": "restarting by itself (--load RUN continues a run)",

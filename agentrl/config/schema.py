@@ -290,6 +290,13 @@ class LoopOptions:
     """Tasks of one rollout."""
     n_samples_per_prompt: Positive = 8
     """Episodes per task: the group whose mean is the baseline."""
+    dynamic_sampling_filter_path: str | None = None
+    """Which groups are trained on; others are played in place of those left out: `reward_variance` (rewards of the
+    group differ), `success_band=LOW,HIGH` (its share of successes is in the band), or a function of your own,
+    `module:function` or `file.py:function`, that takes a group and says whether to keep it."""
+    over_sampling_batch_size: Positive | None = None
+    """Tasks that are handed out at once for a rollout with --dynamic-sampling-filter-path; unset: as many as it has.
+    What is left over when the rollout is full is played again later."""
     global_batch_size: Positive | None = None
     """Episodes of one optimizer step. The rule is exact: rollout_batch_size × n_samples_per_prompt =
     global_batch_size × num_steps_per_rollout; unset, it follows from it."""

@@ -339,6 +339,7 @@ def _numbers(config: Config) -> Iterator[str]:
         )
     yield from _schedules(config)
     yield from _asynchronous(config)
+    yield from _filtered(config)
     if config.min_lr > config.lr:
         yield f"--min-lr {config.min_lr:g} is more than --lr {config.lr:g}."
     if _has_critic(config) and config.critic_lr is not None and config.min_lr > config.critic_lr:
@@ -366,6 +367,15 @@ def _policy_steps(config: Config) -> int:
     """Optimizer steps of the policy, over which its learning rate goes its way."""
     rollouts = max(0, config.num_rollout - config.num_critic_only_steps)
     return rollouts * (config.num_steps_per_rollout or 1)
+
+
+def _filtered(config: Config) -> Iterator[str]:
+    at_once = config.over_sampling_batch_size
+    if at_once is not None and at_once < config.rollout_batch_size:
+        yield (
+            f"--over-sampling-batch-size {at_once} is less than --rollout-batch-size {config.rollout_batch_size}: it "
+            "is the number of tasks handed out at once to fill a rollout."
+        )
 
 
 def _asynchronous(config: Config) -> Iterator[str]:
@@ -426,6 +436,10 @@ _NEEDS: dict[str, tuple[Callable[[Config], bool], tuple[str, ...]]] = {
     ),
     "--advantage-estimator ppo": (lambda c: _has_critic(c), ("lambd", *_CRITIC)),
     "--loss-type sft_loss": (lambda c: c.is_supervised, ("train_data", "sft_from", "sft_min_reward", "eval_data")),
+    "--dynamic-sampling-filter-path": (
+        lambda c: c.dynamic_sampling_filter_path is not None,
+        ("over_sampling_batch_size",),
+    ),
     "--use-wandb": (lambda c: c.use_wandb, ("wandb_project",)),
     "--lr-decay-style linear, cosine, inverse-square-root or WSD": (
         lambda c: c.lr_decay_style != "constant",

@@ -26,6 +26,7 @@ from agentrl.config.serialize import read_run_config, run_folder_of
 from agentrl.data.checkpoint import Checkpoint, CheckpointStore
 from agentrl.data.export import copy_model
 from agentrl.data.files import FULL, storage_errors
+from agentrl.data.filters import load_filter
 from agentrl.data.run_folder import RunDir
 from agentrl.engines.engine import engines_ahead
 from agentrl.engines.options import engine_spec
@@ -65,6 +66,7 @@ PATHS = (
     *("train_data", "sft_from", "eval_data"),
 )
 HOOKS = (
+    "dynamic_sampling_filter_path",
     *("env", "custom_rm_path", "custom_generate_function_path", "data_source_path"),
     *("advantage_estimator", "custom_loss_function_path"),
 )
@@ -140,6 +142,8 @@ def checked(cfg: Config) -> Config:
     if cfg.is_supervised:
         check_examples(cfg)
     else:
+        if cfg.dynamic_sampling_filter_path:
+            load_filter(cfg.dynamic_sampling_filter_path)
         check_environment(cfg)
     return cfg
 

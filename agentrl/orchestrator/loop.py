@@ -91,7 +91,7 @@ async def training_loop(
             # Before the checkpoint: what a checkpoint holds must be in the metrics, should the run die in between.
             report(version, generated.metrics | trained | synced, began, run=run, progress=progress)
             progress.warn(lasting.say("lost", generated.lost))
-            progress.warn(generated.dropped)
+            progress.warn(generated.notes)
             progress.warn(lasting.say("learning", nothing_to_learn(generated.metrics | trained)))
             progress.warn(lasting.say("gradients", steps_left_out(trained)))
             if warning := watch.warning(version, trained):

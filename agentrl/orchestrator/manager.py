@@ -24,6 +24,7 @@ from agentrl.algorithms import load_algorithm
 from agentrl.config.schema import AlgorithmOptions, Config
 from agentrl.data.account import PendingGroup, TaskAccount, load_source
 from agentrl.data.deaths import FailedTasks
+from agentrl.data.filters import load_filter
 from agentrl.data.store import TrajectoryStore
 from agentrl.engines.options import engine_spec
 from agentrl.engines.world import SHARED, World
@@ -68,8 +69,8 @@ class Generated(NamedTuple):
     reference on and not the batch."""
     lost: str | None = None
     """What was lost, in a sentence."""
-    dropped: str | None = None
-    """Which tasks were dropped, in another."""
+    notes: str | None = None
+    """Which tasks were dropped, and the like, in others."""
 
 
 def open_template(cfg: Config, model_dir: str) -> tuple[ChatTemplate, list[str]]:
@@ -154,13 +155,16 @@ class RolloutManager:
     def _put_together(self, account: TaskAccount, runner: EpisodeRunner, held_out: list[HeldOutSet]) -> None:
         cfg, failed = self.cfg, FailedTasks(self.run_dir / "failed_tasks.json")
         self.account, self.runner = account, runner
-        self.dispatcher = Dispatcher(account, self._play, failed=failed, capacity=cfg.rollout_batch_size)
+        at_once, keep = cfg.over_sampling_batch_size or cfg.rollout_batch_size, cfg.dynamic_sampling_filter_path
+        self.dispatcher = Dispatcher(account, self._play, failed=failed, capacity=at_once)
         self.sink = Sink(
             account,
             self.algorithm,
             failed=failed,
             store=self.store,
             size=cfg.rollout_batch_size,
+            keep=load_filter(keep) if keep else None,
+            at_once=at_once,
             max_staleness=cfg.max_staleness,
         )
         self.rollouts = Ahead(self._collect, ahead=cfg.async_buffer_size, end=cfg.num_rollout)
@@ -223,9 +227,11 @@ class RolloutManager:
         # Beside others, a rollout takes as long as there is between two of them.
         (since, before), now, after = self._since, time.monotonic(), self.client.metrics()
         self._since, seconds = (now, after), min(rollout.seconds, now - since)
-        groups = [*collected.lost, *collected.groups]
+        groups = [*collected.lost, *collected.filtered, *collected.groups]
         metrics = rollout_metrics(groups, seconds, step)
         metrics |= stale_metrics(collected.stale)
+        if self.sink.keep is not None:
+            metrics["rollout/filtered"] = float(len(collected.filtered))
         metrics |= {"time/rollout_wait": now - began, "data/rollouts_ahead": float(self.rollouts.ready)}
         metrics |= {f"engine/{k}": after[k] - before[k] for k in ("retries", "continuations", "failures")}
         prompt = after["prompt_tokens"] - before["prompt_tokens"]
@@ -233,7 +239,7 @@ class RolloutManager:
         metrics |= {f"data/{name}": float(count) for name, count in self.account.counts.items()}
         gave, lost = len(collected.groups), len(collected.lost)
         log.info("rollout %d ended: %d groups for the batch, %d lost, %.1f s", step, gave, lost, seconds)
-        return Generated(metrics, [ray.put(collected.batch)], lost_episodes(groups), collected.dropped)
+        return Generated(metrics, [ray.put(collected.batch)], lost_episodes(groups), collected.notes)
 
     async def _collect(self, step: int) -> Rollout:
         """Hand out tasks, and others for those that die, until there is a rollout or there are no more."""
@@ -241,7 +247,7 @@ class RolloutManager:
         log.info("rollout %d begins", step)
         done = False
         while not done:
-            wanted, suspects = self.sink.size, max(1, self.sink.size // 2)
+            wanted, suspects = self.sink.at_once, max(1, self.sink.at_once // 2)
             while drawn := self.dispatcher.draw(wanted, suspects=suspects):
                 rollout.expect(drawn)
                 self.tally.begin(name, len(drawn) * self.cfg.n_samples_per_prompt)

@@ -14,6 +14,7 @@ import numpy as np
 from agentrl.algorithms import Algorithm, TrainBatch
 from agentrl.data.account import PendingGroup, TaskAccount
 from agentrl.data.deaths import TASK_DEATHS, FailedTasks, engines_failed, failures, lived, never_fits
+from agentrl.data.filters import Filter
 from agentrl.data.store import TrajectoryStore
 from agentrl.errors import AgentRLError, EnvError
 from agentrl.types import Group, StopReason
@@ -22,6 +23,11 @@ log = logging.getLogger(__name__)
 
 FRUITLESS_ROLLOUTS = 3
 """Rollouts' tasks in a row of which none can be played that end a run: the environment is broken, whatever the task."""
+
+
+FILTERED_ROUNDS = 10
+"""Rounds after which a rollout is filled up with groups that its filter left out: a model that solves every task, or
+none, would be asked for ever."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +39,10 @@ class Collected:
     lost: list[Group]
     stale: list[Group]
     """Played, but by weights that are too old by now; their tasks are handed out again."""
-    dropped: str | None
-    """A sentence on the tasks that were given up."""
+    filtered: list[Group]
+    """Played, and left out by the filter."""
+    notes: str | None
+    """Sentences on the tasks that were given up, or that the filter left out in vain."""
 
 
 class Sink:
@@ -47,6 +55,8 @@ class Sink:
         failed: tasks that died before.
         store: where episodes go.
         size: groups of a rollout.
+        keep: which groups are trained on; None for all.
+        at_once: groups handed out at once with ``keep``, at least ``size``.
         max_staleness: how many versions older than the trainer's the weights may be that sampled a token of a batch;
             None to take them as they are.
     """
@@ -59,10 +69,12 @@ class Sink:
         failed: FailedTasks,
         store: TrajectoryStore,
         size: int,
+        keep: Filter | None = None,
+        at_once: int | None = None,
         max_staleness: int | None = None,
     ):
         self.account, self.algorithm, self.failed, self.store, self.size = account, algorithm, failed, store, size
-        self.max_staleness = max_staleness
+        self.keep, self.at_once, self.max_staleness = keep, at_once or size, max_staleness
         self.has_lived = False
         self._in_training: tuple[int, Collected] | None = None
 
@@ -83,8 +95,9 @@ class Sink:
         for group in rollout.living:
             (stale if rollout.step - oldest_version(group) > limit else groups).append(group)
         self.account.give_back(group.group_id for group in stale)
-        if stale or groups or rollout.lost:
-            await self._store(rollout.step, [*rollout.lost, *stale, *groups])
+        self.account.drop(group.group_id for group in rollout.filtered)
+        if played := [*rollout.lost, *stale, *rollout.filtered, *groups]:
+            await self._store(rollout.step, played)
         if stale and not groups:
             raise AgentRLError(
                 f"all {len(stale)} groups of rollout {rollout.step} were sampled by weights that are more than "
@@ -95,7 +108,7 @@ class Sink:
         chosen = self.algorithm.select(groups)
         refuse_if_untrainable(groups, chosen, compares=self.algorithm.compares)
         batch = TrainBatch.from_groups(groups, chosen)
-        collected = Collected(batch, groups, rollout.lost, stale, " ".join(rollout.dropped) or None)
+        collected = Collected(batch, groups, rollout.lost, stale, rollout.filtered, "; ".join(rollout.notes) or None)
         self._in_training = rollout.step, collected
         return collected
 
@@ -105,7 +118,7 @@ class Sink:
         if self._in_training is None:
             return
         (step, done), self._in_training = self._in_training, None
-        groups, trained = [*done.lost, *done.stale, *done.groups], set(done.batch.trajectory_ids)
+        groups, trained = [*done.lost, *done.stale, *done.filtered, *done.groups], set(done.batch.trajectory_ids)
         done.batch.note_trained([t for group in groups for t in group.trajectories], columns, tokens=tokens)
         await self._store(step, groups)
         for group in done.groups:
@@ -135,6 +148,9 @@ class Rollout:
     A task dies when more than half of its episodes fail for reasons that are not the model's. Others take its place
     until half of the rollout lives; the dead are given back for a later rollout, and dropped at their third death.
     A task whose first prompt can never fit is dropped at once. The order in which groups finish decides nothing.
+
+    With a filter a rollout is full, if need be after several rounds: groups that are left out teach nothing, and what
+    is left over is given back. After :data:`FILTERED_ROUNDS` rounds it takes those that were left out.
     """
 
     def __init__(self, sink: Sink, step: int):
@@ -142,8 +158,9 @@ class Rollout:
         self.seconds = 0.0
         """How long it was played."""
         self.lost: list[Group] = []
-        self.dropped: list[str] = []
-        """A sentence on the tasks that were given up, each time some were."""
+        self.filtered: list[Group] = []
+        self.notes: list[str] = []
+        self._rounds = 0
         self._try_again()
 
     def _try_again(self) -> None:
@@ -170,13 +187,33 @@ class Rollout:
         finished, self._round = sorted(self._round, key=lambda group: self._order[group.group_id]), []
         alive = [group for group in finished if lived(group)]
         self.sink.account.add_samples(alive)
-        self.living += alive
+        self._rounds += 1
+        for group in alive:
+            (self.living if self.sink.keep is None or self.sink.keep(group) else self.filtered).append(group)
         self._dead += [group for group in finished if not lived(group)]
         self._fruitless = 0 if alive else self._fruitless + 1
         by_engines = not alive and all(map(engines_failed, finished))  # then others would wait in vain, too
         if self._fruitless == FRUITLESS_ROLLOUTS or by_engines:
             await self.sink.refuse(self.step, self._dead, self._fruitless)
-        return 0 if 2 * len(self.living) >= self.sink.size else self.sink.size - len(self.living)
+        missing = self.sink.size - len(self.living)
+        if self.sink.keep is None:
+            return 0 if missing <= len(self.living) else missing
+        if missing > 0 and self._rounds < FILTERED_ROUNDS:
+            return math.ceil(missing * self.sink.at_once / self.sink.size)
+        if missing > 0 and self.filtered:
+            self._take_filtered(missing)
+        self.sink.account.give_back(group.group_id for group in self.living[self.sink.size :])
+        del self.living[self.sink.size :]
+        return 0
+
+    def _take_filtered(self, number: int) -> None:
+        played = len(self.living) + len(self.filtered)
+        self.notes.append(
+            f"only {len(self.living)} of {played} groups passed --dynamic-sampling-filter-path in {self._rounds} "
+            "rounds: the rollout was filled up with groups that did not"
+        )
+        self.living += self.filtered[:number]
+        del self.filtered[:number]
 
     async def settle(self) -> bool:
         """Give dead tasks back, or drop them for good. Whether the rollout is done: if not, those given back are all
@@ -187,9 +224,9 @@ class Rollout:
         """
         never = [group for group in self._dead if never_fits(group)]
         dead = [group for group in self._dead if not never_fits(group)]
-        if self.living:
+        if alive := [*self.living, *self.filtered]:
             self.sink.has_lived = True
-            self.sink.failed.forget(self.living)
+            self.sink.failed.forget(alive)
         elif dead and not self.sink.has_lived:
             await self.sink.refuse(self.step, self._dead, self._fruitless)
         gone = {group.task.task_id: group.trajectories[0].error for group in never}
@@ -207,9 +244,9 @@ class Rollout:
             log.warning("task %s is dropped: %s", task_id, error)
         if gone:
             error = list(gone.values())[-1]
-            self.dropped.append(f"dropped, since they cannot be played: {', '.join(gone)}; the last error: {error}")
+            self.notes.append(f"dropped, since they cannot be played: {', '.join(gone)}; the last error: {error}")
         self.lost += [*never, *dead]
-        if dead and not self.living:
+        if dead and not alive:
             self._try_again()
             return False
         return True

@@ -82,7 +82,8 @@ def test_metrics(groups):
     managed = {f"engine/{name}" for name in re.findall(r"\w+", counters)}
     sources = "".join(inspect.getsource(module) for module in (manager, loop, engine_service))
     managed |= set(re.findall(r'"((?:engine|sync|time)/\w+)"', sources))
-    managed |= {"data/rollouts_ahead"} | {f"data/{name}" for name in TaskAccount(TaskSource("env", None)).counts}
+    managed |= {"data/rollouts_ahead", "rollout/filtered"}
+    managed |= {f"data/{name}" for name in TaskAccount(TaskSource("env", None)).counts}
     episodes = [t for group in groups for t in group.trajectories]
     evaluated = set(flatten_summary("<set>", summarize("<set>", "test", episodes, 1.0).to_dict()))
     documented = first_cells(TRAINING.split("<!-- metrics -->")[1].split("<!-- end of metrics -->")[0])
