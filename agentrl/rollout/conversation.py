@@ -345,7 +345,7 @@ class Conversation(Dialogue):
 
     def _note(self, assistant: Message, answers: Sequence[Message]) -> None:
         """Remember the kind of a turn that is over: what a template drops or keeps later depends on it."""
-        if all([m["role"] == INLINE for m in answers]):
+        if not answers or (answers[0]["role"] == INLINE and all([m["role"] == INLINE for m in answers])):
             return  # the turn goes on
         turn = Earlier.of(assistant, answers)
         kind = (turn.reasoning, turn.roles[0])

@@ -11,11 +11,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import gymnasium
 import numpy as np
 
+from agentrl.concurrency.pace import Pace
 from agentrl.concurrency.threads import OwnThread, belongs_to, own_thread, release_thread
 from agentrl.concurrency.together import together
 from agentrl.errors import ConfigError, EngineError, describe
@@ -77,6 +78,7 @@ class EpisodeRunner(Generic[Client]):
         self._max_retries = max_retries
         self._slots = asyncio.Semaphore(concurrency)
         self._idle: list[Any] = []
+        self._starts = Pace()
         self._lag = LoopLag()
         self._closed = False
         self.counters = RunnerCounters()
@@ -108,6 +110,7 @@ class EpisodeRunner(Generic[Client]):
 
         async def one(index: int) -> list[Trajectory]:
             async with self._slots:
+                await self._starts.wait()
                 trajectories = await self._play(task, f"{group_id}-{index:03d}", group_id)
             if on_trajectory is not None:
                 for trajectory in trajectories:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from agentrl.concurrency.pace import Pace
 from agentrl.errors import EngineError
 from agentrl.rollout.policies.http import HttpPost
 from agentrl.rollout.sampling import request_fields
@@ -94,6 +95,7 @@ class EngineClient:
         self._backoff, self._max_backoff = backoff, max_backoff
         self._sampling: tuple[SamplingParams | None, Any] = (None, None)  # the last ones, as JSON
         self._moves: OrderedDict[str, int] = OrderedDict()
+        self._pace = Pace()
         self.counters = ClientCounters()
 
     async def __aenter__(self) -> EngineClient:
@@ -175,6 +177,7 @@ class EngineClient:
             try:
                 moves = self._moves.get(key)
                 content = await self._exchange(payload, f"{key}~{moves}" if moves else key, seconds)
+                await self._pace.wait()  # many answers may be there at once
                 return _parse(content, len(ids), params.max_new_tokens, started)
             except _Retryable as error:
                 reason = str(error)

@@ -237,9 +237,9 @@ class ChatTemplate:
         Returns:
             None when the template writes what is already there in another way: re-render in a new segment.
         """
-        if all([m["role"] == INLINE for m in new_messages]):
+        if not new_messages or (new_messages[0]["role"] == INLINE and all([m["role"] == INLINE for m in new_messages])):
             return self.encoder.encode_content("".join(m["content"] for m in new_messages))
-        sealed = [self.encoder.seal_all(plain(m)) for m in new_messages]
+        sealed = list(map(self.encoder.seal_all, map(plain, new_messages)))
         end = self._end_of_text(sampled)
         said = self.encoder.decode(sampled[:end]) if said is None else said
         shape = self._planner.shape(prev_assistant, said, sealed, bool(tools), earlier, system)
