@@ -308,6 +308,10 @@ class LoopOptions:
     """Fill micro-batches up to --max-tokens-per-gpu tokens, without padding."""
     max_tokens_per_gpu: Positive = 8192
     """Tokens of one packed micro-batch on one rank; a longer episode is a micro-batch of its own."""
+    rollout_num_workers: Count | None = None
+    """Processes that play episodes, each its share of --rollout-concurrency; 0: the rollout manager plays them itself,
+    which is one process less and easier to debug. One plays about a thousand turns a second. Unset: one for each 256 of
+    --rollout-concurrency, at most one for each 4 cores, and 0 where that makes fewer than two."""
     data_source_path: str | None = None
     """Task source of your own, `module:Class` or `file.py:Class`, with `get_samples(num_samples)` and
     `add_samples(samples)`."""

@@ -63,7 +63,8 @@ def validate(config: Config | EvalConfig, explicit: Explicit | None = None) -> N
         if isinstance(config, EvalConfig):
             problems += _evaluated(config, given)
         else:
-            problems += [*_batch(config), *_layout(config), *_numbers(config), *_without_effect(config, given)]
+            problems += [*_batch(config), *_layout(config), *_numbers(config), *_workers(config)]
+            problems += _without_effect(config, given)
         problems += [*_engines(config, given), *template_problems(config)]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -467,6 +468,12 @@ def _without_effect(config: Config, given: Explicit) -> Iterator[str]:
             f"--env-arg {dotted[0]}: arguments of --env have no name before them; those of an --eval-env or "
             "--eval-prompt-data do."
         )
+
+
+def _workers(config: Config) -> Iterator[str]:
+    workers, episodes = config.rollout_num_workers or 0, config.rollout_concurrency
+    if workers > episodes:
+        yield f"--rollout-num-workers {workers} is more than the {episodes} episodes of --rollout-concurrency."
 
 
 def _engines(config: Config | EvalConfig, given: Explicit) -> Iterator[str]:

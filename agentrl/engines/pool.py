@@ -84,8 +84,8 @@ class EnginePool:
         n: number of engines.
         log_dir: folder for ``engine-<i>.log`` and ``router.log``.
         policy: of the router, see :mod:`agentrl.engines.router`.
-        host: address the engines listen on; loopback unless the run spans machines. The router, whose only client is
-            in this process, is always on loopback: it has paths that ask for no key.
+        host: address the engines listen on; loopback unless the run spans machines.
+        router_host: that of the router, which has paths that ask for no key: loopback unless it has clients elsewhere.
         start_timeout: seconds an engine may take to start.
         ray_options: one dict of Ray actor options per engine; ``None`` runs the engines without Ray.
         health_interval: seconds between two checks that an engine can generate; 0 for none. That a
@@ -102,6 +102,7 @@ class EnginePool:
         log_dir: str | os.PathLike[str] | None = None,
         policy: str = "consistent_hashing",
         host: str = "127.0.0.1",
+        router_host: str = "127.0.0.1",
         start_timeout: float = 300.0,
         ray_options: Sequence[dict[str, Any]] | None = None,
         health_interval: float = 15.0,
@@ -120,7 +121,7 @@ class EnginePool:
         self._log_dir = None if log_dir is None else os.fspath(log_dir)
         self._ray_options = ray_options
         self._engine_key = new_api_key()
-        self._new_router = functools.partial(RouterProcess, policy=policy, log_dir=self._log_dir)
+        self._new_router = functools.partial(RouterProcess, policy=policy, log_dir=self._log_dir, host=router_host)
         self._router = self._new_router()
         self._places = [PooledEngine(index) for index in range(n)]
         # Its own threads: the loop's few default ones may all be taken by something that blocks.

@@ -51,6 +51,7 @@ class RouterProcess(ServerProcess):
 
     Args:
         policy: one of :data:`POLICIES`.
+        host: address to listen on.
         options: more ``RouterArgs`` fields, over :data:`DEFAULTS`.
     """
 
@@ -59,6 +60,7 @@ class RouterProcess(ServerProcess):
         *,
         policy: str = "consistent_hashing",
         log_dir: str | os.PathLike[str] | None = None,
+        host: str = "127.0.0.1",
         port: int = 0,
         api_key: str | None = None,
         options: dict[str, Any] | None = None,
@@ -66,8 +68,9 @@ class RouterProcess(ServerProcess):
         if policy not in POLICIES:
             raise EngineError(f"router policy {policy!r} is not known; expected one of {', '.join(POLICIES)}")
         super().__init__(
-            "router", "agentrl.engines.router", log_dir=log_dir, port=port, api_key=api_key, health_path="/liveness"
-        )
+            *("router", "agentrl.engines.router"),
+            log_dir=log_dir, host=host, port=port, api_key=api_key, health_path="/liveness",
+        )  # fmt: skip
         self.policy = policy
         self.options = {**DEFAULTS, **(options or {})}
 

@@ -16,6 +16,7 @@ from agentrl.envs.tool_env import check_machine
 from agentrl.errors import ConfigError
 from agentrl.evaluation.metrics import EvalSummary, summarize
 from agentrl.rollout.rehearsal import rehearse
+from agentrl.rollout.worker import Runner
 from agentrl.tasks.source import drawn_held_out_task, env_label, held_out_tasks
 from agentrl.types import Task, Trajectory
 
@@ -173,7 +174,7 @@ def _drawn(name: str, one: _Wanted) -> Task | None:
 
 
 async def run_set(
-    runner: Any,
+    runner: Runner,
     held_out: HeldOutSet,
     *,
     samples: int,
@@ -183,7 +184,7 @@ async def run_set(
     """Play every task of a set ``samples`` times.
 
     Args:
-        runner: an :class:`~agentrl.rollout.worker.EpisodeRunner` over the set's environment.
+        runner: over the set's environment.
         held_out: the set.
         samples: episodes a task.
         tag: prefix of the group ids, unique in the run.

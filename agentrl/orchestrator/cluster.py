@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 180.0
 OBJECT_STORE_BYTES = 512 << 20
 """Shared memory in which batches travel."""
+EPISODES_A_WORKER, CORES_A_WORKER = 256, 4
+"""What a rollout worker is started for, where nobody said how many there are."""
 
 # Ray picks the interface it binds from the address of the node. On Linux it resolves "127.0.0.1" to an
 # outward address unless clusters are off, and then even its token-protected ports face the network.
@@ -74,7 +76,8 @@ def check_nodes(nodes: int) -> None:
 
 
 def bundles_of(cfg: Config, world: World) -> list[Bundle]:
-    """What a run asks of Ray: ranks, engines, the manager, in this order; ranks alone where nothing is played.
+    """What a run asks of Ray: ranks, engines, the manager, rollout workers, in this order; ranks alone where nothing
+    is played.
 
     Raises:
         ConfigError: there are GPUs, but not enough.
@@ -93,7 +96,16 @@ def bundles_of(cfg: Config, world: World) -> list[Bundle]:
     per_rank = share if world.has_gpu else 0
     ranks = [Bundle(f"rank-{i}", 1, per_rank, node=i // per_node) for i in range(cfg.world_size)]
     places = [Bundle(f"engine-{i}", 1, per_engine * share) for i in range(engines)]
-    return ranks if cfg.is_supervised else [*ranks, *places, Bundle("rollout-manager", 1)]
+    players = [Bundle(f"rollout-worker-{i}", 1) for i in range(rollout_workers(cfg))]
+    return ranks if cfg.is_supervised else [*ranks, *places, Bundle("rollout-manager", 1), *players]
+
+
+def rollout_workers(cfg: Config) -> int:
+    """How many processes play episodes beside the manager's, see --rollout-num-workers; 0: the manager's alone."""
+    if cfg.rollout_num_workers is not None:
+        return cfg.rollout_num_workers
+    number = min(cfg.rollout_concurrency // EPISODES_A_WORKER, (os.cpu_count() or 1) // CORES_A_WORKER)
+    return number if number > 1 else 0
 
 
 def placement(bundles: Sequence[Bundle]) -> tuple[list[list[dict[str, float]]], list[tuple[int, int]]]:

@@ -11,7 +11,7 @@ from agentrl.data.run_folder import RunDir, new_folder
 from agentrl.engines.options import engine_threads
 from agentrl.engines.world import World
 from agentrl.errors import StorageError
-from agentrl.orchestrator.cluster import bundles_of
+from agentrl.orchestrator.cluster import bundles_of, rollout_workers
 from agentrl.orchestrator.launch import checked, find_start, weights_place
 from agentrl.orchestrator.loop import due, evaluates_at_start
 from agentrl.orchestrator.manager import open_template
@@ -20,7 +20,7 @@ from agentrl.planning import Shape, memory_of
 
 Section = list[tuple[str, str]]
 """Lines of one heading: what, and its value."""
-PLAYED = ("an engine rank", "snapshot", "engines", "rollout manager")
+PLAYED = ("an engine rank", "snapshot", "engines", "rollout manager", "rollout workers")
 """Lines that are not there where nothing is played."""
 
 
@@ -80,12 +80,14 @@ def _placement(cfg: Config, world: World | None) -> Section:
         where = f"this machine, no GPU, {os.cpu_count()} CPU cores"
         each = "a process each" + (f" of {cfg.threads} threads" if cfg.threads else "")
         of_engine = f"{threads} thread{'s' if threads > 1 else ''} each"
+    players = rollout_workers(cfg)
     servers = "" if cfg.is_supervised else f"engines at {cfg.host}, router and "
     lines = [
         ("on", where),
         ("trainer", f"{ranks} rank{'s' if ranks > 1 else ''} = {layout}; {each}"),
         ("engines", f"{engines} SGLang server{'s' if engines > 1 else ''}; {of_engine}"),
         ("rollout manager", "1 process, with the router"),
+        ("rollout workers", f"{players} processes" if players else "none, the manager plays the episodes"),
         ("addresses", f"{servers}Ray at 127.0.0.1; free ports, keys of the run"),
     ]
     return [line for line in lines if not (cfg.is_supervised and line[0] in PLAYED)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.data.store import TrajectoryStore
 from agentrl.evaluation.heldout import HeldOutSet, run_set
 from agentrl.orchestrator.tally import EVALUATION, Tally
-from agentrl.rollout.worker import EpisodeRunner
+from agentrl.rollout.worker import Runner
 
 if TYPE_CHECKING:
     from agentrl.config.schema import Config
@@ -36,7 +36,7 @@ class Evaluator:
         cfg: Config,
         sets: Sequence[HeldOutSet],
         *,
-        open_runner: Callable[[HeldOutSet], EpisodeRunner],
+        open_runner: Callable[[HeldOutSet], Runner],
         store: TrajectoryStore,
         tally: Tally,
         unless_broken: Callable[[asyncio.Future[Any]], Awaitable[Any]],

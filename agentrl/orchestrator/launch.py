@@ -1,8 +1,8 @@
 """``agentrl train``: places the processes of a run, runs the loop, reports, and leaves nothing behind.
 
 Processes of a run: this driver, one Ray actor a Megatron rank, one a SGLang engine (with the server process it
-owns), one rollout manager (with the router), Ray's own, and a warden that ends all of them should
-the driver be killed.
+owns), one rollout manager (with the router), rollout workers where there are any, Ray's own, and a warden that ends
+all of them should the driver be killed.
 """
 
 from __future__ import annotations
@@ -454,11 +454,13 @@ def start_actors(cfg: Config, cluster: Cluster, run: RunDir, weights_dir: str) -
 
     model = str(cfg.hf_checkpoint)
     trainer = start_trainer(cfg, cluster, run, weights_dir)
-    *of_engines, manager_place = (cluster.options(i) for i in range(cfg.world_size, len(cluster.bundles)))
+    places = [cluster.options(i) for i in range(cfg.world_size, len(cluster.bundles))]
+    engines = cfg.rollout_num_engines or 1
+    of_engines, manager_place, of_workers = places[:engines], places[engines], places[engines + 1 :]
     manager = (
         with_pulse(RolloutManager)
         .options(**manager_place, max_concurrency=1000)
-        .remote(cfg, str(run.path), model, of_engines, cluster.world, trainer.ranks[0])
+        .remote(cfg, str(run.path), model, of_engines, cluster.world, trainer.ranks[0], of_workers)
     )
     episodes = cfg.rollout_batch_size * cfg.n_samples_per_prompt
     sets = 1 + len(cfg.eval_prompt_data) + len(cfg.eval_env)

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +26,7 @@ from agentrl.data.account import PendingGroup, TaskAccount, load_source
 from agentrl.data.deaths import FailedTasks
 from agentrl.data.filters import load_filter
 from agentrl.data.store import TrajectoryStore
+from agentrl.engines.actor import node_address
 from agentrl.engines.options import engine_spec
 from agentrl.engines.world import SHARED, World
 from agentrl.envs.registry import make_env
@@ -38,18 +39,12 @@ from agentrl.orchestrator.metrics import rollout_metrics, stale_metrics
 from agentrl.orchestrator.notices import lost_episodes
 from agentrl.orchestrator.sink import Rollout, Sink
 from agentrl.orchestrator.tally import Tally, name_of_rollout
+from agentrl.orchestrator.workers import InProcess, RayWorker, Setting, WorkerPool, Workers, prepare
+from agentrl.processes.server import is_loopback
 from agentrl.processes.signals import write_log_to
-from agentrl.rollout.conversation import EpisodeLimits
-from agentrl.rollout.options import (
-    episode_limits,
-    eval_params,
-    open_chat,
-    prepare_environments,
-    rollout_params,
-    template_notes,
-)
+from agentrl.rollout.options import episode_limits, eval_params, open_chat, rollout_params, template_notes
 from agentrl.rollout.policies.sglang import EngineClient
-from agentrl.rollout.worker import EpisodeRunner
+from agentrl.rollout.worker import Runner
 from agentrl.tasks.source import TaskSource
 from agentrl.types import Group, Trajectory
 from agentrl.weights.snapshot import Snapshot
@@ -96,6 +91,7 @@ class RolloutManager:
         engine_options: Ray options of each engine's actor, one an engine.
         world: what the run stands on.
         rank0: handle of the trainer's rank that sends weights.
+        worker_options: Ray options of each rollout worker's actor; none: episodes are played in this process.
     """
 
     def __init__(
@@ -106,6 +102,7 @@ class RolloutManager:
         engine_options: list[dict[str, Any]],
         world: World,
         rank0: Any = None,
+        worker_options: Sequence[Mapping[str, Any]] = (),
     ):
         self.cfg = cfg
         self.run_dir = Path(run_dir)
@@ -116,6 +113,7 @@ class RolloutManager:
         self.tally = Tally()
         self.algorithm = load_algorithm(cfg.section(AlgorithmOptions))
         self._engine_options, self._world, self._rank0 = engine_options, world, rank0
+        self._worker_options = worker_options
 
     async def start(self) -> list[str]:
         """Start engines and router, and open everything an episode needs. Raises the errors of each.
@@ -132,6 +130,8 @@ class RolloutManager:
             log_dir=self.run_dir / "logs",
             policy=cfg.router_policy,
             host=cfg.host,
+            # Rollout workers may be on other machines, where engines may be.
+            router_host=node_address() if self._worker_options and not is_loopback(cfg.host) else "127.0.0.1",
             start_timeout=cfg.engine_timeout,
             health_interval=cfg.rollout_health_check_interval,
             health_timeout=cfg.rollout_health_check_timeout,
@@ -147,12 +147,32 @@ class RolloutManager:
             await asyncio.gather(pool.stop(), starting, return_exceptions=True)
             raise
         await starting
-        self.client = EngineClient(pool.router_url, pool.router_key)
-        runner = self._open_runner(*cfg.env_spec(), rollout_params(cfg), episode_limits(cfg))
+        self.workers = await self._start_workers(pool.router_url, pool.router_key)
+        runner = self.workers.open(Setting("train", *cfg.env_spec(), rollout_params(cfg), episode_limits(cfg)))
         self._put_together(account, runner, held_out)
         return notes
 
-    def _put_together(self, account: TaskAccount, runner: EpisodeRunner, held_out: list[HeldOutSet]) -> None:
+    async def _start_workers(self, address: str, key: str) -> Workers:
+        """What plays episodes, by engines behind the router at ``address``, which keeps it as long as the run."""
+        cfg, options = self.cfg, self._worker_options
+        if not options:
+            return InProcess(cfg, self.chat, EngineClient(address, key), cfg.rollout_concurrency)
+
+        def make(number: int, concurrency: int) -> RayWorker:
+            return RayWorker(
+                number,
+                options[number],
+                2 * cfg.rollout_health_check_timeout,
+                *(cfg, self.model_dir, address, key),
+                concurrency=concurrency,
+                log_file=self.run_dir / "logs" / f"rollout-worker-{number}.log",
+            )
+
+        workers = WorkerPool(make, len(options), cfg.rollout_concurrency)
+        await workers.start()
+        return workers
+
+    def _put_together(self, account: TaskAccount, runner: Runner, held_out: list[HeldOutSet]) -> None:
         cfg, failed = self.cfg, FailedTasks(self.run_dir / "failed_tasks.json")
         self.account, self.runner = account, runner
         at_once, keep = cfg.over_sampling_batch_size or cfg.rollout_batch_size, cfg.dynamic_sampling_filter_path
@@ -173,7 +193,9 @@ class RolloutManager:
         self.evaluator = Evaluator(
             cfg,
             held_out,
-            open_runner=lambda s: self._open_runner(s.spec, s.kwargs, eval_params(cfg), episode_limits(cfg.held_out)),
+            open_runner=lambda s: self.workers.open(
+                Setting(f"eval-{s.name}", s.spec, s.kwargs, eval_params(cfg), episode_limits(cfg.held_out))
+            ),
             store=self.store,
             tally=self.tally,
             unless_broken=self.engines.unless_broken,
@@ -188,7 +210,8 @@ class RolloutManager:
     def _open_data(self) -> tuple[TaskAccount, list[HeldOutSet]]:
         cfg = self.cfg
         spec, kwargs = cfg.env_spec()
-        prepare_environments(cfg, [(spec, kwargs), *(held_out_environments(cfg) if cfg.eval_interval else [])])
+        if not self._worker_options:
+            prepare(cfg)
         if cfg.data_source_path:
             source = load_source(cfg.data_source_path, cfg)
         else:
@@ -196,17 +219,6 @@ class RolloutManager:
             source = TaskSource.of_env(spec, env, seed=cfg.seed)
             env.close()
         return TaskAccount(source), held_out_sets(cfg) if cfg.eval_interval else []
-
-    def _open_runner(self, spec: str, kwargs: dict[str, Any], params: Any, limits: EpisodeLimits) -> EpisodeRunner:
-        return EpisodeRunner(
-            lambda: make_env(spec, kwargs, tool_timeout=self.cfg.tool_timeout, sandbox=self.cfg.sandbox),
-            self.client,
-            self.chat,
-            params,
-            limits,
-            self.cfg.rollout_concurrency,
-            generate=self.cfg.custom_generate_function_path,
-        )
 
     async def generate(self, step: int) -> Generated | None:
         """Play one batch of groups; None when the data source has no more tasks.
@@ -219,13 +231,13 @@ class RolloutManager:
         self.tally.end(name_of_rollout(step - 1))
         began = time.monotonic()
         if not self.cfg.async_buffer_size:
-            self._since = began, self.client.metrics()
+            self._since = began, self.workers.metrics()
         rollout = await self.engines.unless_broken(asyncio.ensure_future(self.rollouts.take(step)))
         collected = await self.sink.take(rollout)
         if collected is None:
             return None
         # Beside others, a rollout takes as long as there is between two of them.
-        (since, before), now, after = self._since, time.monotonic(), self.client.metrics()
+        (since, before), now, after = self._since, time.monotonic(), self.workers.metrics()
         self._since, seconds = (now, after), min(rollout.seconds, now - since)
         groups = [*collected.lost, *collected.filtered, *collected.groups]
         metrics = rollout_metrics(groups, seconds, step)
@@ -233,6 +245,7 @@ class RolloutManager:
         if self.sink.keep is not None:
             metrics["rollout/filtered"] = float(len(collected.filtered))
         metrics |= {"time/rollout_wait": now - began, "data/rollouts_ahead": float(self.rollouts.ready)}
+        metrics["rollout/replayed"] = after["replayed"] - before["replayed"]
         metrics |= {f"engine/{k}": after[k] - before[k] for k in ("retries", "continuations", "failures")}
         prompt = after["prompt_tokens"] - before["prompt_tokens"]
         metrics["engine/cached_fraction"] = (after["cached_tokens"] - before["cached_tokens"]) / max(prompt, 1)
@@ -298,5 +311,5 @@ class RolloutManager:
         if hasattr(self, "runner"):
             await self.rollouts.close(EPISODES_END_S)
             await self.runner.close()
-            await self.client.close()
+            await self.workers.close()
         await self.engines.pool.stop()

@@ -1,4 +1,5 @@
-"""Watches what a run cannot replace: the trainer's ranks, the rollout manager, Ray itself. Engines are the pool's.
+"""Watches what a run cannot replace: the trainer's ranks, the rollout manager, Ray itself. Engines and rollout workers
+are replaced by the pools they are in.
 
 A Ray actor is asked for a pulse, which it gives from a thread of its own (concurrency group :data:`PULSE`): a process
 that ended is noticed at once, for a question is always open, and one that stands still (stopped, swapped out, stuck in
@@ -48,6 +49,39 @@ def with_pulse(actor: type, **threads: int) -> Any:
     import ray
 
     return ray.remote(concurrency_groups={PULSE: 1, **threads})(actor)  # type: ignore[call-overload]  # not in Ray's types
+
+
+async def until_lost(name: str, handle: Any, log_file: os.PathLike[str] | str, patience: float) -> str | None:
+    """Ask an actor made :func:`with_pulse` for its pulse until there is none; what became of it.
+
+    None: it could not be made; the call that waits for it says why.
+
+    Args:
+        patience: seconds for which it may stand still.
+    """
+    from ray.exceptions import ActorUnavailableError, RayError
+
+    who, waits = name, FIRST_PULSE_S
+    while True:
+        try:
+            async with asyncio.timeout(waits):
+                pid = await _pulse(handle, ActorUnavailableError)
+        except TimeoutError:
+            return f"{who} gave no sign of life for {waits:.0f} s: it hangs or was stopped"
+        except RayError as error:
+            log.error("%s: %s", name, error)
+            if getattr(error, "actor_init_failed", False):
+                return None
+            return f"{who} died: killed, perhaps for lack of memory, or crashed; see {log_file}"
+        who, waits = f"{name} (process {pid})", PULSE_S + patience
+
+
+async def _pulse(handle: Any, unavailable: type[Exception]) -> int:
+    while True:
+        try:
+            return await handle.pulse.options(concurrency_group=PULSE).remote(PULSE_S)
+        except unavailable:  # a connection broke; whether the process did, the next answer tells
+            await asyncio.sleep(0.5)
 
 
 class Watch:
@@ -107,29 +141,9 @@ class Watch:
             )
 
     async def _ask(self, name: str, handle: Any, log_file: os.PathLike[str] | str) -> None:
-        from ray.exceptions import ActorUnavailableError, RayError
-
-        who, patience = name, FIRST_PULSE_S
-        while True:
-            try:
-                async with asyncio.timeout(patience):
-                    pid = await self._pulse(handle, ActorUnavailableError)
-            except TimeoutError:
-                return self._report(f"{who} gave no sign of life for {patience:.0f} s: it hangs or was stopped")
-            except RayError as error:
-                log.error("%s: %s", name, error)
-                if getattr(error, "actor_init_failed", False):
-                    return  # the call that waits for it says why
-                return self._report(f"{who} died: killed, perhaps for lack of memory, or crashed; see {log_file}")
-            who, patience = f"{name} (process {pid})", PULSE_S + self._patience
-
-    @staticmethod
-    async def _pulse(handle: Any, unavailable: type[Exception]) -> int:
-        while True:
-            try:
-                return await handle.pulse.options(concurrency_group=PULSE).remote(PULSE_S)
-            except unavailable:  # a connection broke; whether the process did, the next answer tells
-                await asyncio.sleep(0.5)
+        lost = await until_lost(name, handle, log_file, self._patience)
+        if lost is not None:
+            self._report(lost)
 
     def _report(self, what: str) -> None:
         if self._error is not None:

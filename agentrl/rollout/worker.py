@@ -48,6 +48,26 @@ class RunnerCounters:
     encode_seconds: float = 0.0
 
 
+class Runner(Protocol):
+    """Whatever plays groups of episodes of one environment."""
+
+    async def run_group(
+        self,
+        task: Task,
+        n: int,
+        group_id: str,
+        *,
+        indices: Sequence[int] | None = None,
+        on_trajectory: Callable[[Trajectory], None] | None = None,
+    ) -> Group:
+        """See :meth:`EpisodeRunner.run_group`."""
+        ...
+
+    async def close(self) -> None:
+        """Close the environments. Called when no group is in play."""
+        ...
+
+
 class EpisodeRunner(Generic[Client]):
     """Plays episodes of one environment with one policy.
 

@@ -54,8 +54,9 @@ def made(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, *flags: str, tasks: int
     made = RolloutManager(cfg, str(tmp_path), "model", [{}], World())
     made.engines = EngineService(Pool(), weight_sync(cfg, World(), None))
     put_together(made, TaskAccount(TaskSource("search", tasks)))
-    counters = dict.fromkeys(("retries", "continuations", "failures", "prompt_tokens", "cached_tokens"), 0.0)
-    made.client = SimpleNamespace(metrics=lambda: counters)
+    names = ("replayed", "retries", "continuations", "failures", "prompt_tokens", "cached_tokens")
+    counters = dict.fromkeys(names, 0.0)
+    made.workers = SimpleNamespace(metrics=lambda: counters)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(put=lambda batch: batch))
     return made
 
@@ -198,7 +199,7 @@ def failing(*names: str) -> SimpleNamespace:
 def started_again(manager: RolloutManager, state: dict[str, Any]) -> RolloutManager:
     """The next start of the run, from the same checkpoint."""
     made = RolloutManager(manager.cfg, str(manager.run_dir), "model", [{}], World())
-    made.engines, made.client = manager.engines, manager.client
+    made.engines, made.workers = manager.engines, manager.workers
     put_together(made, TaskAccount(Finite(60)), manager.runner)
     made.account.source.left = made.account.source.left[state["issued"] :]
     made.account.load_state_dict(state)
@@ -356,7 +357,7 @@ async def test_episodes_of_a_run_that_is_ended_close_their_environments_before_t
             closed.append(manager.engines.pool.stopped)
 
     manager.runner = SimpleNamespace(run_group=run_group, close=lambda: asyncio.sleep(0))
-    manager.client.close = lambda: asyncio.sleep(0)
+    manager.workers.close = lambda: asyncio.sleep(0)
     rollout = asyncio.ensure_future(manager.generate(0))
     await asyncio.wait_for(started.wait(), 20)
     await asyncio.wait_for(manager.close(), 20)
