@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,11 @@ from agentrl.config import load_config
 from agentrl.config.schema import Config
 from agentrl.engines.world import World
 from agentrl.errors import AgentRLError, ConfigError, DataError
+from agentrl.orchestrator import manager as manager_module
 from agentrl.orchestrator import workers as module
 from agentrl.orchestrator.cluster import Bundle, Cluster, bundles_of, rollout_workers
+from agentrl.orchestrator.engine_service import EngineService, weight_sync
+from agentrl.orchestrator.manager import RolloutManager
 from agentrl.orchestrator.workers import (
     InProcess,
     RayWorker,
@@ -177,6 +182,42 @@ async def test_a_batch_is_the_same_whatever_the_number_of_workers(cfg: Config, m
                 told = pool.metrics()
                 names = ("requests", "output_tokens", "prompt_tokens", "replayed")
                 assert [told[name] for name in names] == [totals[name] for name in names]
+
+
+async def test_a_manager_with_workers_makes_the_batch_of_one_without(
+    cfg: Config, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(put=lambda batch: batch))
+
+    def ray_worker(number: int, options: Any, patience: float, *args: Any, concurrency: int, log_file: Path) -> Local:
+        assert (options, log_file.name) == ({"place": number}, f"rollout-worker-{number}.log")
+        run, *where = args
+        return Local(RolloutWorker(run, "w", *where, concurrency, None), log_file)
+
+    monkeypatch.setattr(manager_module, "RayWorker", ray_worker)
+    batches = []
+    async with FakeEngine(says) as engine:
+        for number in (0, 2):
+            (tmp_path / str(number) / "logs").mkdir(parents=True)
+            places = [{"place": i} for i in range(number)]
+            manager = RolloutManager(cfg, str(tmp_path / str(number)), model, [{}], World(), None, places)
+            manager.chat = open_chat(cfg, model)
+            engines = SimpleNamespace(attach=lambda updater: None, broken=None)
+            manager.engines = EngineService(engines, weight_sync(cfg, World(), None))
+            manager.workers = await manager._start_workers(engine.url, "key")
+            account, held_out = manager._open_data()
+            manager._put_together(account, manager.workers.open(setting_of(cfg)), held_out)
+            steps = []
+            for step in range(2):
+                metrics, (batch,), *_ = await manager.generate(step)
+                counted, _ = await manager.peek(f"rollout {step}")
+                assert (counted["done"], metrics["rollout/replayed"], metrics["engine/failures"]) == (8, 0, 0)
+                steps.append((batch.trajectory_ids, batch.group_ids, batch.tokens.tolist(), batch.loss_mask.tolist()))
+                await manager.mark_trained({"advantage": np.zeros(batch.num_tokens, np.float32)})
+            batches.append(steps)
+            await manager.runner.close()
+            await manager.workers.close()
+    assert batches[0] == batches[1]
 
 
 async def test_what_comes_back_is_the_runs_own_and_may_be_written_to(cfg: Config, model: str) -> None:
