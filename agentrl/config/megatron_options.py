@@ -87,11 +87,12 @@ _EXPERTS = "the experts are what the checkpoint's architecture has"
 _MTP = "multi-token prediction is not trained"
 _ATTENTION = "the attention is what the checkpoint's architecture has"
 _EIGHT_BIT = "training in 8 or 4 bits is not available"
-_CONTEXT = "--context-parallel-size is 1 so far"
+_CONTEXT = "--context-parallel-size is 1"
 _INTERLEAVED = "interleaved pipeline stages are not available"
 _MOMENTS = "a checkpoint of the trainer holds Adam's two moments in float32, and no other state"
 _LOADED = "weights come from the checkpoint"
 _ENGINE = "it needs TransformerEngine, whose modules are not told of it here"
+_FUSED = "it needs CUDA and a kernel of apex or TransformerEngine, with which it has not been tried"
 _NOTHING = "it would do nothing here"
 _FSDP = "Megatron's FSDP is not available"
 _UNTRIED = "it has not been tried with this trainer"
@@ -133,8 +134,9 @@ REFUSED = {
         _ENGINE: (
             "tp_comm_* use_te_rng_tracker use_te_activation_func delay_wgrad_compute symmetric_ar_type "
             "fused_single_qkv_rope cpu_offloading cpu_offloading_* fine_grained_activation_offloading offload_modules "
-            "min_offloaded_tensor_size gradient_accumulation_fusion"
+            "min_offloaded_tensor_size"
         ),
+        _FUSED: "gradient_accumulation_fusion",
         _NOTHING: (
             "cross_entropy_loss_fusion cross_entropy_fusion_impl masked_softmax_fusion persist_layer_norm "
             "memory_efficient_layer_norm use_fused_weighted_squared_relu async_tensor_model_parallel_allreduce "

@@ -310,8 +310,8 @@ def _layout(config: Config) -> Iterator[str]:
     context, expert = config.context_parallel_size, config.expert_model_parallel_size
     if context > 1:
         yield (
-            f"--context-parallel-size {context} is not available yet: splitting a sequence needs TransformerEngine's "
-            "attention, which the trainer does not use so far. Leave it at 1."
+            f"--context-parallel-size {context} is not available: only TransformerEngine's attention splits a "
+            "sequence, and with it that has not been tried. Leave it at 1; --sequence-parallel splits activations."
         )
         return
     stage = tensor * config.data_parallel_size * context

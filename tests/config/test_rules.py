@@ -63,6 +63,7 @@ def test_a_derived_batch_always_satisfies_the_rule(batch, samples, size, steps):
         ),
         (("--sequence-parallel",), ("--sequence-parallel", "--tensor-model-parallel-size")),
         (("--context-parallel-size", "2"), ("--context-parallel-size 2", "TransformerEngine", "Leave it at 1")),
+        (("--gradient-accumulation-fusion",), ("--gradient-accumulation-fusion", "needs CUDA", "not been tried")),
         (("--expert-model-parallel-size", "2"), ("--expert-model-parallel-size 2", "no experts")),
         (("--actor-num-gpus-per-node", "512"), ("--global-batch-size 256", "512 data-parallel ranks")),
         (("--rollout-num-gpus", "5", "--rollout-num-gpus-per-engine", "2"), ("5", "2", "4 or 6")),

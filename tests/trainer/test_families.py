@@ -13,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from agentrl.data.writes import Writes
 from tests.trainer.samples import log_probs, random_batch, tiny_checkpoint, train
 
 YARN = {
@@ -161,7 +162,7 @@ def test_a_stage_whose_layers_are_all_dense_has_a_state_that_loads(make_trainer,
     # One process, as the one that writes of a layout whose experts are spread.
     state._layout = replace(core.layout, ep=2)
     state._conversion = replace(core.conversion, layout=state._layout)
-    state.save(tmp_path / "state", {})
+    state.save(tmp_path / "state", {}, Writes())
     shutil.copy(tmp_path / "state/experts-ep0-pp0.safetensors", tmp_path / "state/experts-ep1-pp0.safetensors")
     saved = _SavedTensors(tmp_path / "state", {"tp": 1, "pp": 1, "ep": 2}, core.conversion)
     name = "decoder.layers.0.mlp.linear_fc2.weight"

@@ -59,7 +59,10 @@ def check_layout(options: ParallelOptions, world_size: int) -> None:
             "(--actor-num-nodes x --actor-num-gpus-per-node)"
         )
     if options.context_parallel_size > 1:
-        raise ConfigError(f"--context-parallel-size {options.context_parallel_size} is not available; use 1")
+        raise ConfigError(
+            f"--context-parallel-size {options.context_parallel_size} is not available: only TransformerEngine's "
+            "attention splits a sequence, and with it that has not been tried; use 1"
+        )
     if options.sequence_parallel and options.tensor_model_parallel_size == 1:
         raise ConfigError("--sequence-parallel needs --tensor-model-parallel-size of at least 2")
 
