@@ -47,6 +47,15 @@ class InfraError(AgentRLError):
     """
 
 
+class LostError(AgentRLError):
+    """A run lost what it cannot replace: a process died or stands still, no engine is left, an answer never came.
+
+    Another start may cure it, and with ``--auto-resume`` makes it.
+    """
+
+    exit_code = 5
+
+
 class EngineError(InfraError):
     """An engine or the router did not answer within the retry policy."""
 

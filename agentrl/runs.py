@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from agentrl.data.files import read_jsonl
 from agentrl.data.run_folder import RunDir
-from agentrl.errors import AgentRLError, CheckpointError, ConfigError, DataError, StorageError
+from agentrl.errors import AgentRLError, CheckpointError, ConfigError, DataError, LostError, StorageError
 from agentrl.processes.tree import die_with_parent
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def run_command(command: str, config_class: type[AnyConfig], options: Mapping[st
     return path
 
 
-_ERRORS = {error.exit_code: error for error in (ConfigError, CheckpointError, StorageError)}
+_ERRORS = {error.exit_code: error for error in (ConfigError, CheckpointError, StorageError, LostError)}
 
 
 def _watched(words: list[str], progress: bool) -> tuple[int, str]:

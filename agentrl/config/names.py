@@ -18,7 +18,6 @@ NOT_AVAILABLE = {
     "offload-rollout": _ONE_SET_OF_DEVICES,
     "buffer-filter-path": "choosing from the buffer by a filter",
     "partial-rollout": "finishing an episode in a later rollout",
-    "auto-resume": "restarting by itself (--load RUN continues a run)",
     "use-opd": "on-policy distillation",
     "group-rm": "a reward that sees a whole group",
     "custom-reward-post-process-path": "changing rewards between scoring and training",

@@ -273,6 +273,21 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FaultOptions:
+    """Faults"""
+
+    auto_resume: bool = False
+    """Go on from the newest checkpoint when the run ends by a fault that another start may cure: exit code 5, a driver
+    that was killed. Not by an error of configuration or code, a full disk, Ctrl-C or SIGTERM."""
+    auto_resume_max: Positive = 5
+    """Restarts in a row that bring no new checkpoint; then the fault stands. Between them the run waits: 1 second, 5,
+    10, 20 and so on, at most 300."""
+    train_stall_timeout: Seconds = 600.0
+    """Longest time in seconds in which a trainer rank may finish no micro-batch, nor any other part of a step: a
+    collective that never ends, say. Then the run ends, with the rank's stack in its log."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StartOptions:
     """Before the start"""
 
@@ -707,6 +722,7 @@ class Config(
     PassedOn,
     StartOptions,
     RunOptions,
+    FaultOptions,
     SeedOptions,
     TrackingOptions,
     TrainingEvaluationOptions,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.engines.world import World
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.errors import AgentRLError, ConfigError, LostError
 from agentrl.processes.tree import descendants
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class Cluster:
                     _temp_dir=self.temp_dir,
                 )
             except Exception as error:  # Ray's own, without a class of theirs
-                raise AgentRLError(
+                raise LostError(
                     f"Ray did not start on this machine: {error} It has 30 s for that: is the machine busy "
                     f"(load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores), or out of memory or disk?"
                 ) from error

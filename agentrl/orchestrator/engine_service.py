@@ -7,9 +7,9 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from agentrl.engines.pool import EnginePool
+from agentrl.engines.pool import EnginePool, SyncFailed
 from agentrl.engines.world import World
-from agentrl.errors import EngineError
+from agentrl.errors import EngineError, LostError, WeightSyncError
 from agentrl.orchestrator.watch import WEIGHTS
 from agentrl.rollout.worker import unless_broken
 from agentrl.weights.snapshot import Snapshot
@@ -42,10 +42,20 @@ class EngineService:
         pool.attach(sync)
 
     async def update_weights(self, snapshot: Snapshot) -> dict[str, float]:
-        """Bring every engine to published weights; those that fail are replaced."""
+        """Bring every engine to published weights; those that fail are replaced.
+
+        Raises:
+            LostError: no engine is left, or none takes them.
+            WeightSyncError: engine and trainer are different models.
+        """
         began = time.monotonic()
         self._sync.snapshot = snapshot
-        report = await self.pool.update_weights()
+        try:
+            report = await self.pool.update_weights()
+        except EngineError as error:
+            raise LostError(str(error)) from error
+        except SyncFailed as error:
+            raise (LostError if error.report.failed else WeightSyncError)(str(error)) from error
         self.version = snapshot.version
         times = ", ".join(f"{state} {seconds:.3f} s" for state, seconds in report.seconds.items())
         log.info("version %d: %d engines, %d bytes; %s", self.version, len(report.synced), report.nbytes, times)
@@ -61,13 +71,16 @@ class EngineService:
         """The result of playing episodes, unless no engine is left.
 
         Raises:
-            EngineError: no engine is left, or :meth:`end_episodes` was called.
+            LostError: no engine is left.
+            EngineError: :meth:`end_episodes` was called.
         """
         self._playing.add(episodes)
         if self._ending:  # between two held-out sets, say
             episodes.cancel()
         try:
             return await unless_broken(episodes, lambda: self.pool.broken)
+        except EngineError as error:
+            raise LostError(str(error)) from error
         except asyncio.CancelledError:
             if self._ending:
                 raise EngineError("the episodes were cancelled: the run is ending") from None

@@ -16,7 +16,7 @@ import numpy as np
 from agentrl.algorithms import TrainBatch
 from agentrl.config.schema import Config, TrainerOptions
 from agentrl.data.files import FULL, storage_errors
-from agentrl.errors import AgentRLError
+from agentrl.errors import AgentRLError, LostError
 from agentrl.orchestrator.tally import EVALUATION, name_of_rollout
 from agentrl.orchestrator.watch import SAVES, WEIGHTS, with_pulse
 from agentrl.progress import Progress
@@ -35,25 +35,32 @@ async def within(what: str, seconds: float, *refs: Any) -> list[Any]:
     """Results of Ray calls.
 
     Raises:
-        AgentRLError: no result in time, or the actor died. Errors of ours raised in the actor come
-            through as they are.
+        LostError: no result in time, the actor died, or its connection to others broke.
+        AgentRLError: it failed. Errors of ours raised in the actor come through as they are.
     """
-    from ray.exceptions import RayActorError, RayTaskError
+    from ray.exceptions import RayError, RayTaskError
 
     try:
         async with asyncio.timeout(seconds):
             return list(await asyncio.gather(*map(_one, refs)))
     except TimeoutError:
-        raise AgentRLError(f"{what} did not finish within {seconds:.0f} s; see the logs in the run folder") from None
+        raise LostError(f"{what} did not finish within {seconds:.0f} s; see the logs in the run folder") from None
     except RayTaskError as error:
         if isinstance(error.cause, AgentRLError):
             raise error.cause from None
         if isinstance(error.cause, OSError) and error.cause.errno in FULL:
             with storage_errors(error.cause.filename or what):
                 raise error.cause from None
-        raise AgentRLError(f"{what} failed: {one_line(error.cause)}; see the logs in the run folder") from error
-    except RayActorError as error:
-        raise AgentRLError(f"{what} failed: a process of the run died; see the logs in the run folder") from error
+        kind = LostError if is_of_a_connection(error.cause) else AgentRLError
+        raise kind(f"{what} failed: {one_line(error.cause)}; see the logs in the run folder") from error
+    except RayError as error:
+        raise LostError(f"{what} failed: a process of the run died; see the logs in the run folder") from error
+
+
+def is_of_a_connection(error: BaseException) -> bool:
+    """Whether a collective of torch's failed for its connections: gloo has no error of its own."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return "DistError" in names or "gloo/transport" in str(error)
 
 
 def one_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from agentrl.engines.engine import engines_ahead
 from agentrl.engines.options import engine_spec
 from agentrl.engines.world import World
 from agentrl.envs.registry import make_env
-from agentrl.errors import AgentRLError, CheckpointError, ConfigError, DataError
+from agentrl.errors import AgentRLError, CheckpointError, ConfigError, DataError, EngineError, LostError
 from agentrl.evaluation.heldout import held_out_sets, rehearse_set
 from agentrl.loading import portable, portable_source
 from agentrl.orchestrator.cluster import Cluster, bundles_of, check_nodes
@@ -42,6 +42,7 @@ from agentrl.orchestrator.notices import at_start
 from agentrl.orchestrator.supervised import HELD_OUT, HeldOut, SupervisedData, check_examples, supervised_loop
 from agentrl.orchestrator.watch import ProcessLostError, Watch, with_pulse
 from agentrl.processes.signals import cancel_on_signals, stderr_to, write_log_to
+from agentrl.processes.supervisor import Attempt
 from agentrl.processes.warden import Warden
 from agentrl.progress import Progress, before_after, clock, episode_panel, shown, when
 from agentrl.rollout.rehearsal import rehearse
@@ -72,8 +73,11 @@ HOOKS = (
 )
 
 
-def train(cfg: Config) -> int:
+def train(cfg: Config, attempt: Attempt | None = None) -> int:
     """Run a training to its end; returns the exit code.
+
+    Args:
+        attempt: of a run that goes on by itself (``--auto-resume``): who is told how. What to type is then not said.
 
     Raises:
         AgentRLError: with one message for a person; processes and temporary folders are gone by then.
@@ -89,6 +93,11 @@ def train(cfg: Config) -> int:
         write_log_to(run.logs / "driver.log", cfg.log_level)
         log.info("start, process %d: %s", os.getpid(), ", ".join(f"{n} {v}" for n, v in installed().items()))
         progress = stack.enter_context(Progress(f"agentrl train · {run.path.name}", cfg.num_rollout))
+        last_words = KILLED.format(logs=shown(run.logs), run=shown(run.path))
+        if attempt is not None:
+            progress.started, last_words = attempt.began, ""
+            # That very checkpoint until it is settled: the run may be told to go back to it.
+            attempt.tell(run=str(run.path), load=str(source.path if source else run.path), start=start, open=True)
         progress.resume_at(start)
         progress.log(Text(f"run folder  {run.path}"))
         for note in at_start(cfg):
@@ -98,7 +107,7 @@ def train(cfg: Config) -> int:
         try:
             if start < cfg.num_rollout or lacks_evaluation(cfg, run, start):
                 with (
-                    Warden(last_words=KILLED.format(logs=shown(run.logs), run=shown(run.path))) as warden,
+                    Warden(last_words=last_words) as warden,
                     stderr_to(run.logs / "stderr.log"),
                     warden.scratch() as temp_dir,
                     weights_folder(cfg, run, warden) as weights_dir,
@@ -106,7 +115,8 @@ def train(cfg: Config) -> int:
                     Cluster(partial(bundles_of, cfg), namespace=run.path.name, temp_dir=temp_dir) as cluster,
                 ):
                     running = _run_supervised if cfg.is_supervised else _run
-                    asyncio.run(running(run.config, cluster, run, progress, source, weights_dir))
+                    settled = partial(tell_load, attempt, run)
+                    asyncio.run(running(run.config, cluster, run, progress, source, weights_dir, settled))
             elif source is not None:
                 store = CheckpointStore(run.checkpoints)
                 settle(run, store, start, progress)
@@ -116,8 +126,12 @@ def train(cfg: Config) -> int:
             report(run, progress)
             log.info("ended after step %d, %.0f s", progress.step, progress.elapsed)
             run.describe(ended={"step": progress.step, "save_hf": cfg.save_hf})
+            if attempt is not None:
+                attempt.tell(done=True)
         except BaseException as error:
-            how_to_go_on(run, progress, error)
+            log.error("the run ended early", exc_info=error)
+            if attempt is None or not isinstance(error, LostError):
+                how_to_go_on(run, progress)
             if isinstance(error, OSError) and error.errno in FULL:
                 with storage_errors(error.filename or run.path):
                     raise
@@ -332,15 +346,27 @@ def weights_folder(cfg: Config, run: RunDir, warden: Warden) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def tell_load(attempt: Attempt | None, run: RunDir) -> None:
+    """From now on the newest checkpoint of the run's own is where it goes on."""
+    if attempt is not None:
+        attempt.tell(load=str(run.path))
+
+
 async def _run(
-    cfg: Config, cluster: Cluster, run: RunDir, progress: Progress, source: Checkpoint | None, weights_dir: str
+    cfg: Config,
+    cluster: Cluster,
+    run: RunDir,
+    progress: Progress,
+    source: Checkpoint | None,
+    weights_dir: str,
+    settled: Callable[[], None],
 ) -> None:
     rollout: RolloutHandle | None = None
     checkpoints = CheckpointStore(run.checkpoints, keep_last=cfg.keep_last, async_save=cfg.async_save)
     patience = LAST_SAVE_S
     with cancel_on_signals():
         try:
-            async with Watch(2 * cfg.rollout_health_check_timeout) as watch:
+            async with Watch(2 * cfg.rollout_health_check_timeout, stall=cfg.train_stall_timeout) as watch:
                 watch.processes(cluster.processes())
                 progress.stage("starting engines and trainer")
                 trainer, rollout = start_actors(cfg, cluster, run, weights_dir)
@@ -348,11 +374,11 @@ async def _run(
                 watch.actor("the rollout manager", rollout.manager, run.logs / "rollout-manager.log")
                 if source is None and evaluates_at_start(cfg, run, 0) and not cluster.world.has_gpu:
                     # The ranks are not needed yet, and would take the cores on which the engines start.
-                    notes = await rollout.start()
+                    notes = await start_engines(rollout, again=False)
                     await trainer.begin()
                 else:
                     await trainer.begin()
-                    _, notes = await asyncio.gather(trainer.ready(), rollout.start())
+                    _, notes = await asyncio.gather(trainer.ready(), start_engines(rollout, again=source is not None))
                 for note in notes:
                     log.warning(note)
                     progress.log(Text(note))
@@ -360,6 +386,7 @@ async def _run(
                 start = await load(source, trainer, rollout, progress)
                 # Not before the engines run: a start that fails, or is ended as a mistake, has changed nothing.
                 settle(run, checkpoints, start, progress)
+                settled()
                 await training_loop(
                     cfg, start=start, trainer=trainer, rollout=rollout, checkpoints=checkpoints, run=run,
                     progress=progress, world=cluster.world,
@@ -382,13 +409,19 @@ async def _run(
 
 
 async def _run_supervised(
-    cfg: Config, cluster: Cluster, run: RunDir, progress: Progress, source: Checkpoint | None, weights_dir: str
+    cfg: Config,
+    cluster: Cluster,
+    run: RunDir,
+    progress: Progress,
+    source: Checkpoint | None,
+    weights_dir: str,
+    settled: Callable[[], None],
 ) -> None:
     checkpoints = CheckpointStore(run.checkpoints, keep_last=cfg.keep_last, async_save=cfg.async_save)
     patience = LAST_SAVE_S
     with cancel_on_signals():
         try:
-            async with Watch(2 * cfg.rollout_health_check_timeout) as watch:
+            async with Watch(2 * cfg.rollout_health_check_timeout, stall=cfg.train_stall_timeout) as watch:
                 watch.processes(cluster.processes())
                 progress.stage("starting the trainer")
                 trainer = start_trainer(cfg, cluster, run, weights_dir)
@@ -399,6 +432,7 @@ async def _run_supervised(
                 )
                 start = await load(source, trainer, data, progress)
                 settle(run, checkpoints, start, progress)
+                settled()
                 await supervised_loop(
                     cfg, start=start, trainer=trainer, data=data, held_out=held_out, checkpoints=checkpoints, run=run,
                     progress=progress,
@@ -412,6 +446,16 @@ async def _run_supervised(
         finally:
             progress.stage("stopping")
             await checkpoints.end(patience)
+
+
+async def start_engines(rollout: RolloutHandle, *, again: bool) -> list[str]:
+    """See :meth:`RolloutHandle.start`. Where engines ran before, one that does not is a fault and no wrong option."""
+    try:
+        return await rollout.start()
+    except EngineError as error:
+        if again:
+            raise LostError(str(error)) from error
+        raise
 
 
 def watch_ranks(watch: Watch, trainer: TrainerHandle, run: RunDir) -> None:
@@ -477,9 +521,8 @@ def start_actors(cfg: Config, cluster: Cluster, run: RunDir, weights_dir: str) -
     )
 
 
-def how_to_go_on(run: RunDir, progress: Progress, error: BaseException) -> None:
+def how_to_go_on(run: RunDir, progress: Progress) -> None:
     """After a failure or an interruption: what is saved, and what to type."""
-    log.error("the run ended early", exc_info=error)
     saved = CheckpointStore(run.checkpoints).newest_step()
     if saved:
         progress.log(Text(f"saved up to step {saved}; go on with: agentrl train --load {shown(run.path)}"))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -40,6 +39,7 @@ from agentrl.orchestrator.notices import lost_episodes
 from agentrl.orchestrator.sink import Rollout, Sink
 from agentrl.orchestrator.tally import Tally, name_of_rollout
 from agentrl.orchestrator.workers import InProcess, RayWorker, Setting, WorkerPool, Workers, prepare
+from agentrl.processes.pulse import WORK, Pulse
 from agentrl.processes.server import is_loopback
 from agentrl.processes.signals import write_log_to
 from agentrl.rollout.options import episode_limits, eval_params, open_chat, rollout_params, template_notes
@@ -124,6 +124,7 @@ class RolloutManager:
         from agentrl.engines.pool import EnginePool
 
         cfg, world = self.cfg, self._world
+        self._marking = asyncio.create_task(WORK.marked_by_this_loop("its event loop"))
         pool = EnginePool(
             engine_spec(cfg, self.model_dir, world, mem_fraction=SHARED if world.is_shared(cfg) else None),
             len(self._engine_options),
@@ -278,10 +279,10 @@ class RolloutManager:
         """How far the rollout or the evaluation of this name is; once, the first episode of the run."""
         return self.tally.peek(what)
 
-    async def pulse(self, seconds: float) -> int:
-        """The process id, after ``seconds``, from an event loop of its own; see :mod:`agentrl.orchestrator.watch`."""
+    async def pulse(self, seconds: float, stall: float) -> Pulse:
+        """After ``seconds``, how this process is, from another event loop; see :mod:`agentrl.orchestrator.watch`."""
         await asyncio.sleep(seconds)
-        return os.getpid()
+        return WORK.pulse(stall)
 
     async def mark_trained(self, columns: dict[str, np.ndarray]) -> None:
         """The optimizer has taken the last batch, with these columns."""

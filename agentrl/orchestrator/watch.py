@@ -3,23 +3,29 @@ are replaced by the pools they are in.
 
 A Ray actor is asked for a pulse, which it gives from a thread of its own (concurrency group :data:`PULSE`): a process
 that ended is noticed at once, for a question is always open, and one that stands still (stopped, swapped out, stuck in
-a call that holds Python's lock) is told from one that works. Work that never ends is not noticed here: each call has
-its own deadline, and each collective has ``--distributed-timeout-minutes``.
+a call that holds Python's lock) is told from one that works. The pulse also says for how long the work at hand has come
+no further (:mod:`agentrl.processes.pulse`): that tells a collective that never ends from a long step.
 
-Ray's own processes on this machine are watched by the kernel. Left to itself, Ray goes on for a minute without its
-head and then ends the driver from C++.
+Ray's own processes on this machine are watched by the kernel, and looked at now and then: one may have been stopped.
+Left to itself, Ray goes on for a minute without its head and then ends the driver from C++.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from agentrl.errors import AgentRLError, ConfigError
+import psutil
+
+from agentrl.errors import AgentRLError, ConfigError, LostError
+from agentrl.processes.pulse import Pulse
+from agentrl.processes.tree import identify
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +42,13 @@ GRACE_S = 2.0
 """How long a failure waits for word of a process that died: the others fail because of it, often sooner."""
 
 
-class ProcessLostError(AgentRLError):
+class ProcessLostError(LostError):
     """A process that a run cannot do without died or stands still. The text names the first of them."""
 
 
 def with_pulse(actor: type, **threads: int) -> Any:
-    """The class, which has a method ``pulse(seconds) -> process id``, as a Ray actor with a thread for it.
+    """The class, which has a method ``pulse(seconds, stall) -> Pulse`` that answers after so many seconds, as a Ray
+    actor with a thread for it.
 
     Args:
         threads: more concurrency groups of Ray's, with the number of their threads.
@@ -51,13 +58,16 @@ def with_pulse(actor: type, **threads: int) -> Any:
     return ray.remote(concurrency_groups={PULSE: 1, **threads})(actor)  # type: ignore[call-overload]  # not in Ray's types
 
 
-async def until_lost(name: str, handle: Any, log_file: os.PathLike[str] | str, patience: float) -> str | None:
+async def until_lost(
+    name: str, handle: Any, log_file: os.PathLike[str] | str, patience: float, *, stall: float = math.inf
+) -> str | None:
     """Ask an actor made :func:`with_pulse` for its pulse until there is none; what became of it.
 
     None: it could not be made; the call that waits for it says why.
 
     Args:
         patience: seconds for which it may stand still.
+        stall: seconds for which its work may come no further.
     """
     from ray.exceptions import ActorUnavailableError, RayError
 
@@ -65,7 +75,7 @@ async def until_lost(name: str, handle: Any, log_file: os.PathLike[str] | str, p
     while True:
         try:
             async with asyncio.timeout(waits):
-                pid = await _pulse(handle, ActorUnavailableError)
+                pulse = await _pulse(handle, ActorUnavailableError, stall)
         except TimeoutError:
             return f"{who} gave no sign of life for {waits:.0f} s: it hangs or was stopped"
         except RayError as error:
@@ -73,13 +83,18 @@ async def until_lost(name: str, handle: Any, log_file: os.PathLike[str] | str, p
             if getattr(error, "actor_init_failed", False):
                 return None
             return f"{who} died: killed, perhaps for lack of memory, or crashed; see {log_file}"
-        who, waits = f"{name} (process {pid})", PULSE_S + patience
+        who, waits = f"{name} (process {pulse.pid})", PULSE_S + patience
+        if pulse.stalled > stall:
+            return (
+                f"{who} came no further with {pulse.at} for {pulse.stalled:.0f} s (--train-stall-timeout {stall:g}): it "
+                f"hangs, or waits for one that does; its stack is in {log_file}"
+            )
 
 
-async def _pulse(handle: Any, unavailable: type[Exception]) -> int:
+async def _pulse(handle: Any, unavailable: type[Exception], stall: float) -> Pulse:
     while True:
         try:
-            return await handle.pulse.options(concurrency_group=PULSE).remote(PULSE_S)
+            return Pulse(*await handle.pulse.options(concurrency_group=PULSE).remote(PULSE_S, stall))
         except unavailable:  # a connection broke; whether the process did, the next answer tells
             await asyncio.sleep(0.5)
 
@@ -91,10 +106,11 @@ class Watch:
 
     Args:
         patience: seconds for which a process may stand still.
+        stall: seconds for which its work may come no further.
     """
 
-    def __init__(self, patience: float):
-        self._patience = patience
+    def __init__(self, patience: float, *, stall: float = math.inf):
+        self._patience, self._stall = patience, stall
         self._tasks: list[asyncio.Task[None]] = []
         self._fds: list[int] = []
         self._lost = asyncio.Event()
@@ -128,7 +144,7 @@ class Watch:
         self._tasks.append(asyncio.create_task(self._ask(name, handle, log_file)))
 
     def processes(self, pids: Mapping[str, int]) -> None:
-        """Watch processes of this machine, by name, for their end."""
+        """Watch processes of this machine, by name: for their end, and for being stopped."""
         for name, pid in pids.items():
             try:
                 watched = os.pidfd_open(pid)
@@ -139,9 +155,22 @@ class Watch:
             asyncio.get_running_loop().add_reader(
                 watched, self._report, f"{name} (process {pid}) ended: killed, perhaps for lack of memory, or crashed"
             )
+            self._tasks.append(asyncio.create_task(self._look(f"{name} (process {pid})", pid)))
+
+    async def _look(self, who: str, pid: int) -> None:
+        since = None
+        while process := identify(pid):
+            try:
+                stopped = process.status() == psutil.STATUS_STOPPED
+            except psutil.NoSuchProcess:
+                return
+            since = (since or time.monotonic()) if stopped else None
+            if since and time.monotonic() - since >= self._patience:
+                return self._report(f"{who} has been stopped for {self._patience:.0f} s")
+            await asyncio.sleep(PULSE_S)
 
     async def _ask(self, name: str, handle: Any, log_file: os.PathLike[str] | str) -> None:
-        lost = await until_lost(name, handle, log_file, self._patience)
+        lost = await until_lost(name, handle, log_file, self._patience, stall=self._stall)
         if lost is not None:
             self._report(lost)
 

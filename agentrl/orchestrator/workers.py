@@ -30,6 +30,7 @@ from agentrl.envs.registry import make_env
 from agentrl.errors import AgentRLError, DataError, describe
 from agentrl.evaluation.heldout import held_out_environments
 from agentrl.orchestrator.watch import until_lost, with_pulse
+from agentrl.processes.pulse import WORK, Pulse
 from agentrl.processes.signals import write_log_to
 from agentrl.rollout.conversation import EpisodeLimits
 from agentrl.rollout.options import open_chat, prepare_environments
@@ -209,10 +210,10 @@ class RolloutWorker:
             await self.close_setting(name)
         await self._client.close()
 
-    async def pulse(self, seconds: float) -> int:
-        """The process id, after ``seconds``, from an event loop of its own; see :mod:`agentrl.orchestrator.watch`."""
+    async def pulse(self, seconds: float, stall: float) -> Pulse:
+        """After ``seconds``, how this process is, from another event loop; see :mod:`agentrl.orchestrator.watch`."""
         await asyncio.sleep(seconds)
-        return os.getpid()
+        return WORK.pulse(stall)
 
 
 async def _ended(playing: list[asyncio.Task[Group]]) -> None:

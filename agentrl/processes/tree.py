@@ -16,6 +16,7 @@ import psutil
 from psutil import Process
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent: int | None = None, *, signum: int = signal.SIGKILL) -> None:
@@ -27,6 +28,24 @@ def die_with_parent(parent: int | None = None, *, signum: int = signal.SIGKILL) 
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         raise SystemExit("the process that started this one is gone")
+
+
+def adopt_orphans() -> None:
+    """From now on a descendant of this process whose parent ends is this process's child, and :func:`descendants` sees
+    it. It must be reaped then: :func:`reap`."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def reap(procs: Iterable[Process]) -> list[Process]:
+    """Take the exit status of those that ended and are this process's; the others, which still run."""
+    running = []
+    for proc in procs:
+        if is_running(proc):
+            running.append(proc)
+        else:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(proc.pid, os.WNOHANG)
+    return running
 
 
 def identify(pid: int) -> Process | None:

@@ -23,6 +23,7 @@ from agentrl.data.files import storage_errors
 from agentrl.data.writes import Writes
 from agentrl.errors import AgentRLError
 from agentrl.processes.imports import uncollected
+from agentrl.processes.pulse import WORK, Pulse
 from agentrl.processes.signals import write_log_to
 from agentrl.processes.warden import scratch_folder
 
@@ -118,7 +119,8 @@ class TrainActor:
 
     def infer(self, batch: TrainBatch, names: Sequence[str]) -> dict[str, np.ndarray] | None:
         """See :meth:`MegatronTrainer.infer`; None on ranks other than 0."""
-        columns = self._loaded.infer(batch, names)
+        with WORK.on("the log-probabilities"):
+            columns = self._loaded.infer(batch, names)
         return columns if self.rank == 0 else None
 
     def update(
@@ -132,7 +134,7 @@ class TrainActor:
     ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         """See :meth:`MegatronTrainer.update`. ``columns`` are those that the batch got since it was made; what is
         handed back of tokens is on rank 0 only."""
-        with timed("trained %d steps on %d tokens", num_steps, batch.num_tokens):
+        with WORK.on("the training step"), timed("trained %d steps on %d tokens", num_steps, batch.num_tokens):
             metrics, kept = self._loaded.update(
                 batch.with_columns(**columns), num_steps=num_steps, keep=keep, critic_only=critic_only
             )
@@ -182,7 +184,7 @@ class TrainActor:
             if self.rank == 0:
                 backend = "nccl" if core.device.type == "cuda" else "gloo"
                 self._sender = BroadcastSender(self._publisher, backend=backend)
-        with timed("published version %d", version):
+        with WORK.on("publishing the weights"), timed("published version %d", version):
             return self._publisher.publish(version)
 
     def send(self, method: str, *args: Any) -> Any:
@@ -191,10 +193,10 @@ class TrainActor:
             raise AgentRLError(f"rank {self.rank} was asked for {method!r} before it published any weights")
         return getattr(self._sender, method)(*args)
 
-    def pulse(self, seconds: float) -> int:
-        """The process id, after ``seconds``; see :mod:`agentrl.orchestrator.watch`."""
+    def pulse(self, seconds: float, stall: float) -> Pulse:
+        """After ``seconds``, how this process is; see :mod:`agentrl.orchestrator.watch`."""
         time.sleep(seconds)
-        return os.getpid()
+        return WORK.pulse(stall)
 
     def close(self) -> None:
         """Leave the process groups."""

@@ -12,6 +12,7 @@ import pytest
 from sockets import command_line, environment, listening, status_without_key
 
 from agentrl.data.store import TrajectoryStore
+from agentrl.orchestrator.audit import audit
 from agentrl.processes.tree import is_running
 
 SMALL = ["--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "40"]
@@ -97,6 +98,23 @@ def test_resume_after_kill_loses_no_task_and_trains_none_twice(start, tmp_path, 
     assert len({task for _, _, task in groups}) == 6 * 2
     assert again.left_behind() == []
 
+def test_a_run_whose_rank_is_killed_goes_on_by_itself(start, tmp_path):
+    """No task is lost, and none is trained twice."""
+    run = tmp_path / "run"
+    command = start(
+        "train", "--env", "search", *SMALL, "--num-rollout", "3", "--save-interval", "1", "--eval-interval", "0",
+        "--auto-resume", "--output-dir", str(run),
+    )  # fmt: skip
+    command.wait_until((run / "checkpoints" / "step_000001").is_dir)
+    (rank,) = [p for p in command.seen if is_running(p) and "ray::TrainActor" in command_line(p.pid)]
+    rank.send_signal(signal.SIGKILL)
+    assert command.wait() == 0, command.text[-3000:]
+    assert "attempt 2, going on from step" in command.text and "trainer rank 0" in command.text
+    assert "error:" not in command.text and "Traceback" not in command.text and "--load" not in command.text
+    assert audit(run) == []
+    assert command.left_behind() == []
+
+
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.heavy)]
@@ -125,7 +143,7 @@ def test_a_rank_that_stands_still_ends_the_run_in_one_sentence(start, tmp_path):
     command.wait_until(lambda: (run / "checkpoints" / "step_000001").is_dir())
     (rank,) = [p for p in command.seen if is_running(p) and "ray::TrainActor" in command_line(p.pid)]
     rank.send_signal(signal.SIGSTOP)
-    assert command.wait(90) == 1, command.text[-3000:]
+    assert command.wait(90) == 5, command.text[-3000:]
     *_, advice, error = command.text.splitlines()
     assert "agentrl train --load" in advice
     assert error.startswith(f"error: trainer rank 0 (process {rank.pid}) gave no sign of life for")

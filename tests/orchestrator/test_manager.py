@@ -14,7 +14,7 @@ import pytest
 from agentrl.config import load_config
 from agentrl.data.account import TaskAccount
 from agentrl.engines.world import World
-from agentrl.errors import AgentRLError, DataError, EngineError, EnvError
+from agentrl.errors import AgentRLError, DataError, EngineError, EnvError, LostError
 from agentrl.orchestrator import manager as module
 from agentrl.orchestrator.engine_service import EngineService, weight_sync
 from agentrl.orchestrator.manager import RolloutManager
@@ -300,7 +300,7 @@ async def test_a_rollout_ends_at_once_when_no_engine_can_be_had(manager: Rollout
 
     manager.runner = SimpleNamespace(run_group=run_group)
     manager.engines.pool.broken = "no engine runs"
-    with pytest.raises(EngineError, match="no engine runs"):
+    with pytest.raises(LostError, match="no engine runs"):
         await asyncio.wait_for(manager.generate(0), 20)
     await asyncio.sleep(0)
     assert len(cancelled) == 3

@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
+from collections.abc import Iterable, Iterator
 
 import pytest
 
 from agentrl.errors import AgentRLError
 from agentrl.orchestrator import watch
 from agentrl.orchestrator.watch import ProcessLostError, Watch
+from agentrl.processes.pulse import Pulse
 from agentrl.processes.signals import Terminated
 
 
 class Handle:
     """A Ray actor that gives so many pulses; then it is dead, or stands still."""
 
-    def __init__(self, pulses: int, end: BaseException | None = None, *, first: asyncio.Event | None = None):
+    def __init__(
+        self,
+        pulses: int,
+        end: BaseException | None = None,
+        *,
+        first: asyncio.Event | None = None,
+        stalled: Iterable[float] = (),
+    ):
         self.left, self.end, self.first = pulses, end, first
         self.pulse = self
         self.asked = 0
+        self.stalled: Iterator[float] = iter(stalled)
 
     def options(self, *, concurrency_group: str) -> Handle:
         assert concurrency_group == watch.PULSE
         return self
 
-    async def remote(self, seconds: float) -> int:
+    async def remote(self, seconds: float, stall: float) -> Pulse:
         self.asked += 1
         await asyncio.sleep(0)
         if self.first is not None:
             await self.first.wait()
         if self.left:
             self.left -= 1
-            return 4711
+            return Pulse(4711, next(self.stalled, 0.0), "the training step")
         if self.end is not None:
             raise self.end
         await asyncio.Event().wait()
@@ -54,9 +65,9 @@ async def forever() -> None:
     await asyncio.Event().wait()
 
 
-def run(body, patience: float = 60.0, **actors: Handle) -> None:
+def run(body, patience: float = 60.0, *, stall: float = 60.0, **actors: Handle) -> None:
     async def main() -> None:
-        async with Watch(patience) as watched:
+        async with Watch(patience, stall=stall) as watched:
             for name, handle in actors.items():
                 watched.actor(name, handle, "rank.log")
             await body()
@@ -74,15 +85,21 @@ def test_one_that_stands_still_is_told_from_one_that_is_busy():
         run(forever, patience=0.1, stopped=Handle(1), busy=Handle(10**9))
 
 
+def test_work_that_comes_no_further_ends_the_run_though_its_process_has_a_pulse():
+    """A collective that never ends."""
+    with pytest.raises(ProcessLostError, match=r"rank .process 4711. came no further with the training step for 61 s"):
+        run(forever, stall=60.0, rank=Handle(10**9, stalled=(0.0, 59.0, 3.0, 61.0)), other=Handle(10**9))
+
+
 def test_a_broken_connection_is_asked_again():
     from ray.exceptions import ActorUnavailableError
 
     class Shaky(Handle):
-        async def remote(self, seconds):
+        async def remote(self, seconds, stall):
             if self.asked == 1:
                 self.asked += 1
                 raise ActorUnavailableError("a connection broke", None)
-            return await super().remote(seconds)
+            return await super().remote(seconds, stall)
 
     handle = Shaky(3, died())
     with pytest.raises(ProcessLostError):
@@ -138,6 +155,30 @@ def test_the_end_of_a_process_of_this_machine_is_noticed():
         for pids in ({"the raylet": process.pid}, {"the raylet": gone.pid}):
             with pytest.raises(ProcessLostError, match=rf"^the raylet \(process {pids['the raylet']}\) ended"):
                 asyncio.run(asyncio.wait_for(main(pids), 60))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_process_of_this_machine_that_was_stopped_is_noticed_unless_it_goes_on():
+    process = subprocess.Popen(["sleep", "300"])
+
+    async def main(patience: float) -> None:
+        async with Watch(patience) as watched:
+            watched.processes({"Ray's head, the GCS": process.pid})
+            await asyncio.sleep(0.1)
+            if patience > 1:
+                process.send_signal(signal.SIGCONT)
+                await asyncio.sleep(0.1)
+            else:
+                await forever()
+
+    try:
+        process.send_signal(signal.SIGSTOP)
+        asyncio.run(asyncio.wait_for(main(60.0), 60))
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(ProcessLostError, match=rf"^Ray's head, the GCS \(process {process.pid}\) has been stopped"):
+            asyncio.run(asyncio.wait_for(main(0.1), 60))
     finally:
         process.kill()
         process.wait()

@@ -405,9 +405,9 @@ def test_real_workers_give_the_same_batch_and_survive_a_kill_and_a_stop(
                 ]
                 assert batch_of(await play(pool, cfg, deadly)) == expected
                 assert pool.metrics()["replayed"] >= 1
-                pid = await pool._places[1].worker.call("pulse", 0.0) if pool._places[1].worker else None
-                if pid is not None:
-                    os.kill(pid, signal.SIGSTOP)
+                pulse = await pool._places[1].worker.call("pulse", 0.0, 60.0) if pool._places[1].worker else None
+                if pulse is not None:
+                    os.kill(pulse.pid, signal.SIGSTOP)
                 assert batch_of(await play(pool, cfg, TASKS)) == expected
             finally:
                 await pool.close()

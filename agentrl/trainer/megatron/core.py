@@ -23,6 +23,7 @@ from agentrl.config.schema import TrainerOptions
 from agentrl.data.writes import Writes
 from agentrl.errors import GradientError
 from agentrl.families.flops import Flops
+from agentrl.processes.pulse import WORK
 from agentrl.trainer import packing
 from agentrl.trainer.batch import micro_batch
 from agentrl.trainer.megatron import cpu
@@ -175,7 +176,8 @@ class Core:
         return step.num_micro_batches * self.layout.dp
 
     def pack(self, batch: TrainBatch, samples: Sequence[int]) -> Packed:
-        """These sequences as one micro-batch on the device."""
+        """These sequences as one micro-batch on the device. The one before has come as far as this."""
+        WORK.mark()
         micro = micro_batch(batch, samples, multiple_of=self.layout.tp if self.options.sequence_parallel else 1)
 
         def put(array: np.ndarray) -> Tensor:

@@ -1,0 +1,155 @@
+"""Whether a run's folder tells of a training in which nothing was lost, done twice or left over.
+
+The account in the newest checkpoint, the stored episodes and the logged metrics were written by different processes at
+different times; here they must agree.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.serialize import read_run_config
+from agentrl.data.checkpoint import ROLLOUT_STATE, CheckpointStore, read_json
+from agentrl.data.files import read_jsonl
+from agentrl.data.store import TrajectoryStore
+from agentrl.errors import AgentRLError, first_few
+
+UNFINISHED = (".tmp", ".partial", ".removed")
+"""How names end of files and folders that a write or a removal leaves when it is interrupted."""
+
+
+def audit(run: Path, *, least_success: float | None = None) -> list[str]:
+    """What is wrong with a run that ended, a sentence each; nothing where all is well.
+
+    Args:
+        run: its folder. It was forked from no other: what another run trained is not in it.
+        least_success: the held-out success that its last evaluation must reach.
+    """
+    problems: list[str] = []
+    damaged: list[str] = []
+    metrics = list(read_jsonl(run / "metrics.jsonl", damaged=damaged)) if (run / "metrics.jsonl").is_file() else []
+    problems += damaged
+    try:
+        newest = CheckpointStore.of_run(run).newest()
+        state: dict[str, Any] = read_json(newest.path / ROLLOUT_STATE)["buffer"]
+    except (AgentRLError, KeyError) as error:
+        return [*problems, f"the account cannot be read: {error}"]
+    steps = range(newest.step)
+    problems += _metrics(metrics, steps)
+    if not read_run_config(run).get("train_data"):  # nothing is played there
+        problems += _episodes(TrajectoryStore(run / "trajectories", read_only=True), steps, state)
+    problems += [
+        f"left over: {path.relative_to(run)}" for path in sorted(run.rglob("*")) if path.name.endswith(UNFINISHED)
+    ]
+    if least_success is not None:
+        problems += _success(run, newest.step, least_success)
+    return problems
+
+
+def _metrics(metrics: Iterable[Mapping[str, Any]], steps: range) -> list[str]:
+    """Each step has its line, once, in order."""
+    logged = [int(line["step"]) for line in metrics if "time/step" in line]
+    expected = [step + 1 for step in steps]
+    if logged == expected:
+        return []
+    twice = sorted(step for step, times in Counter(logged).items() if times > 1)
+    missing = sorted({*expected} - {*logged})
+    strange = sorted({*logged} - {*expected})
+    said = [
+        f"{len(steps_of)} {what} (step {first_few(map(str, steps_of))})"
+        for what, steps_of in (("missing", missing), ("twice", twice), ("beyond the checkpoint", strange))
+        if steps_of
+    ]
+    return [f"metrics.jsonl: {', '.join(said) or 'steps out of order'}"]
+
+
+def _episodes(store: TrajectoryStore, steps: range, state: Mapping[str, Any]) -> list[str]:
+    """Every task that was handed out is trained once, open or dropped; versions of weights never go back."""
+    problems = []
+    trained_in: dict[str, set[int]] = defaultdict(set)
+    groups_of: dict[str, set[str]] = defaultdict(set)
+    episodes: Counter[str] = Counter()
+    newest = -1
+    stored = [part.step for part in store.parts("train")]
+    if missing := sorted({*steps} - {*stored}):
+        problems.append(f"episodes of rollout {first_few(map(str, missing))} are not stored")
+    for step in stored:
+        latest = newest
+        try:
+            for t in store.read("train", step=step):
+                if t.advantage is None:
+                    continue
+                trained_in[t.group_id].add(step)
+                groups_of[t.task.task_id].add(t.group_id)
+                episodes[t.trajectory_id] += 1
+                for segment in t.segments:
+                    versions = segment.versions[segment.loss_mask == 1]
+                    if not len(versions):
+                        continue
+                    if (versions[1:] < versions[:-1]).any():
+                        problems.append(f"{t.trajectory_id}: the versions of its tokens go back")
+                    if versions.min() < 0 or versions.max() > step:
+                        problems.append(f"{t.trajectory_id} of rollout {step} was sampled by version {versions.max()}")
+                    latest = max(latest, int(versions.max()))
+        except AgentRLError as error:
+            problems.append(str(error))
+        if latest == newest and step in steps and step > 0:
+            problems.append(f"rollout {step} was sampled by no newer weights than the one before it")
+        newest = latest
+    problems += _once("group", "rollouts", trained_in)
+    problems += _once("task", "groups", groups_of)
+    if doubled := [name for name, times in episodes.items() if times > 1]:
+        problems.append(f"{len(doubled)} episodes are stored twice ({first_few(doubled)})")
+    return problems + _account(state, set(trained_in))
+
+
+def _once(what: str, where: str, places: Mapping[str, set[Any]]) -> list[str]:
+    several = [f"{name} in {sorted(at)}" for name, at in places.items() if len(at) > 1]
+    return [f"{len(several)} {what}s were trained in several {where}: {first_few(several)}"] if several else []
+
+
+def _account(state: Mapping[str, Any], trained: set[str]) -> list[str]:
+    """Group ids count what was handed out: each must be one of the trained, the open or the dropped."""
+    problems = []
+    issued, open_groups = int(state["issued"]), {each["group_id"] for each in state["open"]}
+    handed_out = {f"g{number:08d}" for number in range(issued)}
+    if unknown := trained - handed_out:
+        problems.append(f"trained on {len(unknown)} groups that were never handed out: {first_few(sorted(unknown))}")
+    if both := trained & open_groups:
+        problems.append(f"{len(both)} trained groups will be handed out again: {first_few(sorted(both))}")
+    gone = handed_out - trained - open_groups
+    if len(gone) != state["dropped"]:
+        problems.append(
+            f"{len(gone)} groups are neither trained nor open, and the account reports {state['dropped']} as dropped: "
+            f"{first_few(sorted(gone))}"
+        )
+    if len(trained & handed_out) != state["trained"]:
+        problems.append(f"the account says {state['trained']} groups were trained, the episodes say {len(trained)}")
+    return problems
+
+
+def _success(run: Path, step: int, least: float) -> list[str]:
+    lines = list(read_jsonl(run / "evaluations.jsonl")) if (run / "evaluations.jsonl").is_file() else []
+    last = [line for line in lines if line["step"] == step]
+    if not last:
+        return [f"there is no evaluation after the last step, {step}"]
+    return [
+        f"held-out success of {name} is {summary['success']['mean']:.1%} after step {step}; a run without faults "
+        f"reaches {least:.0%}"
+        for name, summary in last[-1]["sets"].items()
+        if not summary["success"]["n"] or summary["success"]["mean"] < least
+    ]
+
+
+def left_behind(temporary: Path, shared_before: Iterable[Path], shared: Path = Path("/dev/shm")) -> list[str]:
+    """Files that a run left in the folder for temporary files that it had for itself, and in shared memory.
+
+    Args:
+        temporary: its ``TMPDIR``.
+        shared_before: what was in shared memory before it began.
+    """
+    new = sorted({*shared.glob("*")} - {*shared_before}) if shared.is_dir() else []
+    return [f"left over: {path}" for path in (*sorted(temporary.glob("*")), *new)]
