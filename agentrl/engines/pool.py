@@ -405,11 +405,16 @@ class EnginePool:
                     self._replace(place, f"it did not answer two health checks of {self.health_timeout:g} s")
 
     async def _watch_router(self) -> None:
-        """Start the router again, at the same address and with the same key, should it end."""
+        """Start the router again, at the same address and with the same key, should it end or answer no more."""
         while True:
-            while not await self._threaded(self._router.wait, _WAIT_SLICE_S):
-                pass
-            log.warning("the router ended and is started again:\n%s", self._router.log_tail())
+            misses = 0
+            while misses < 2 and not await self._threaded(self._router.wait, _WAIT_SLICE_S):
+                answers = not self.health_interval or await self._threaded(
+                    self._router.is_healthy, self.health_timeout
+                )
+                misses = 0 if answers else misses + 1
+            what = "ended" if misses < 2 else f"did not answer two health checks of {self.health_timeout:g} s"
+            log.warning("the router %s and is started again:\n%s", what, self._router.log_tail())
             if not await self._restart_router():
                 return await self._break(f"the router ended and could not be started again at {self.router_url}")
             for place in self._places:

@@ -310,6 +310,15 @@ async def test_a_killed_router_comes_back_at_the_same_address(monkeypatch: pytes
         await until(lambda: len(worker_urls(pool)) == 2)
 
 
+async def test_a_router_that_stands_still_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("agentrl.engines.pool._WAIT_SLICE_S", 0.1)
+    async with pooled(monkeypatch, tmp_path, n=1, health_interval=60.0, health_timeout=0.5) as (pool, _):
+        await pool.start()
+        stopped = pool._router
+        os.kill(stopped.pid, signal.SIGSTOP)
+        await until(lambda: pool._router is not stopped and pool._router.is_healthy())
+
+
 def test_wrong_sizes() -> None:
     with pytest.raises(EngineError, match="a pool of 0 engines; expected at least one"):
         EnginePool(EngineSpec("m"), 0)
