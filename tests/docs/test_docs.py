@@ -17,6 +17,7 @@ from gymnasium.utils.env_checker import check_env
 from shown_pages import PAGES, ROOT, Block, anchors, blocks, command_lines, inline_commands, links, name_of
 
 import agentrl
+from agentrl.cli.chaos import ChaosOptions
 from agentrl.cli.compare import CompareOptions
 from agentrl.cli.export import ExportOptions
 from agentrl.cli.fetch_model import MODELS, FetchOptions
@@ -35,7 +36,12 @@ from agentrl.versions import DISTRIBUTION
 PYTHON_PAGES = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
 README = ROOT / "README.md"
 
-SMALL_COMMANDS = {"export": ExportOptions, "serve": ServeOptions, "serve-retriever": RetrieverOptions}
+SMALL_COMMANDS = {
+    "export": ExportOptions,
+    "serve": ServeOptions,
+    "serve-retriever": RetrieverOptions,
+    "chaos": ChaosOptions,
+}
 OPTIONS = {**SMALL_COMMANDS, "fetch-model": FetchOptions, "compare": CompareOptions, "show": ShowOptions}
 NOT_OURS = {"--help", "--config"}
 

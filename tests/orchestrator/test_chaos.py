@@ -1,0 +1,128 @@
+"""The schedule of faults, whom they meet, and what an injector does to real processes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from agentrl.orchestrator import chaos
+from agentrl.orchestrator.chaos import Fault, Injector, Verdict, report, role_of, schedule, victim
+
+
+def fault(kind: str = "kill", *, pause: float = 0.0, hasty: bool = False, seconds: float = 0.0) -> Fault:
+    return Fault(kind, pause, hasty, role=0.0, process=0.0, seconds=seconds)
+
+
+def test_the_schedule_follows_from_its_seed() -> None:
+    first, again, other = (list(itertools.islice(schedule(seed), 200)) for seed in (1, 1, 2))
+    assert first == again != other
+    kinds = Counter(each.kind for each in first)
+    assert kinds["kill"] > kinds["hang"] > 10 and kinds["delay"] > 10
+    assert 10 < sum(each.hasty for each in first) < 60
+    assert all(45 <= each.seconds <= 60 for each in first if each.kind == "hang")
+
+
+def test_each_role_that_runs_is_as_likely_as_any_other() -> None:
+    this = psutil.Process()
+    running = [("rank", this), *[("server", this)] * 7, ("GCS", this)]
+    met = Counter(each[0] for f in itertools.islice(schedule(3), 600) if (each := victim(f, running)))
+    assert set(met) == {"rank", "server", "GCS"} and min(met.values()) > 150
+    assert victim(fault(), []) is None
+
+
+@pytest.mark.parametrize(
+    ("command", "role"),
+    [
+        ("python -m agentrl.cli.main train --env search", "driver"),
+        ("ray::TrainActor.update", "rank"),
+        ("ray::RolloutManager", "manager"),
+        ("/x/ray/core/src/ray/gcs/gcs_server --log_dir=/tmp", "GCS"),
+        ("/x/ray/core/src/ray/raylet/raylet --raylet_socket_name=x", "raylet"),
+        ("sglang::scheduler", "scheduler"),
+        ("ray::IDLE", None),
+        ("python -c from multiprocessing.resource_tracker import main", None),
+    ],
+)
+def test_roles(command: str, role: str | None) -> None:
+    assert role_of(command) == role
+
+
+class Run:
+    """A "supervisor" with one child that bears the mark of a rank, and what the injector did to it."""
+
+    def __init__(self, *faults: Fault):
+        child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()', 'ray::TrainActor'])"
+        self.process = subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE)
+        self.step, self.done = 0.0, list[str]()
+        self.injector = Injector(
+            self.process.pid, lambda: self.step, iter(faults), lambda f, role, pid: self.done.append(f"{f.kind} {role}")
+        )
+        until(lambda: bool(chaos.processes_of(self.process.pid)))
+        ((_, self.rank),) = chaos.processes_of(self.process.pid)
+
+    def turn_until(self, condition) -> None:
+        until(lambda: bool(self.injector.turn() or condition()))
+
+    def end(self) -> None:
+        for pid in (self.rank.pid, self.process.pid):
+            if psutil.pid_exists(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def run() -> Iterator[list[Run]]:
+    runs: list[Run] = []
+    yield runs
+    for each in runs:
+        each.end()
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_kill_waits_for_a_step_and_its_pause(run: list[Run]) -> None:
+    run.append(made := Run(fault(pause=0.2)))
+    for _ in range(20):
+        made.injector.turn()
+    assert made.done == [] and made.rank.is_running()
+    made.step = began = time.time()
+    made.turn_until(lambda: made.done)
+    assert time.time() - began >= 0.2 and made.done == ["kill rank"]
+    until(lambda: not chaos.is_running(made.rank))
+
+
+def test_a_delayed_process_goes_on(run: list[Run]) -> None:
+    run.append(made := Run(fault("delay", seconds=0.3)))
+    made.step = time.time()
+    made.turn_until(lambda: made.rank.status() == psutil.STATUS_STOPPED)
+    made.turn_until(lambda: made.rank.status() != psutil.STATUS_STOPPED)
+    assert chaos.is_running(made.rank)
+
+
+def test_a_hung_process_is_killed_should_nobody_do_so_and_nothing_else_happens_meanwhile(run: list[Run]) -> None:
+    run.append(made := Run(fault("hang", seconds=0.3), fault(hasty=True)))
+    made.step = time.time()
+    made.turn_until(lambda: made.rank.status() == psutil.STATUS_STOPPED)
+    made.turn_until(lambda: not chaos.is_running(made.rank))
+    assert made.done == ["hang rank"]
+
+
+def test_the_report_counts() -> None:
+    said = report(Verdict(["kill rank", "kill rank", "hang GCS"], 2, 1, 9, []))
+    assert said.startswith("3 faults in 1 trainings of 9 steps, 2 restarts")
+    assert "    2 kill rank\n" in said and said.endswith("nothing was lost, trained twice or left over")
+    assert report(Verdict([], 0, 1, 9, ["run-0: x"])).endswith("wrong: run-0: x\nthe audit found faults")
