@@ -55,7 +55,8 @@ ROLES = {
 }
 """Processes of a run by what their command line holds."""
 FLAGS = (
-    *("--env", "search", "--save-interval", "1", "--auto-resume", "--auto-resume-max", "10", "--no-tensorboard"),
+    *("--env", "search", "--save-interval", "1", "--eval-interval", "9", "--no-eval-before-train", "--no-tensorboard"),
+    *("--auto-resume", "--auto-resume-max", "10"),
     # Hangs are to be noticed within the minute.
     *("--rollout-health-check-interval", "3", "--rollout-health-check-timeout", "8", "--train-stall-timeout", "30"),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ from agentrl.algorithms import TrainBatch, load_algorithm
 from agentrl.config.schema import TrainerOptions
 from agentrl.orchestrator.handles import TrainerHandle
 from agentrl.orchestrator.loop import train
+from agentrl.processes.pulse import WORK
 from agentrl.trainer.ranks import TrainActor
 from tests.trainer.conftest import checkpoint  # noqa: F401
 from tests.trainer.samples import QUIET, fresh, random_batch
@@ -42,6 +45,8 @@ async def test_credit_is_given_between_what_is_inferred_and_the_update(
     import ray
 
     monkeypatch.setattr(ray, "put", lambda value: value)
+    marked: list[str] = []
+    monkeypatch.setattr(WORK, "mark", lambda: marked.append(WORK.pulse(60.0).at))
     options = TrainerOptions(lr=1e-3, kl_coef=0.1, use_kl_loss=True, use_rollout_logprobs=False, threads=1, **QUIET)
     actor, batch = TrainActor(0, 1, checkpoint, options), fresh(random_batch(8))
     try:
@@ -55,7 +60,28 @@ async def test_credit_is_given_between_what_is_inferred_and_the_update(
         assert np.allclose(columns["old"], columns["ref"]) and (columns["old"][sampled] < 0).all()
         ratio = np.exp(columns["current"] - columns["old"])
         assert np.allclose(columns["ratio"][sampled], ratio[sampled], rtol=1e-5)
+        # Each micro-batch is progress, for the watch that looks for a rank that hangs.
+        assert marked.count("the training step") >= 2 and "the log-probabilities" in marked
         _, columns = await train([batch], load_algorithm(options), trainer, version=1, keep=False)
         assert sorted(columns) == ["advantage"]
     finally:
         actor.close()
+
+
+def test_the_pulse_of_a_rank_tells_how_long_a_collective_has_not_ended(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+    actor = TrainActor(1, 2, "model", TrainerOptions())
+    actor._trainer = SimpleNamespace(infer=lambda batch, names: ended.wait(60))  # type: ignore[assignment]
+    monkeypatch.setattr(logging.getLogger("agentrl"), "propagate", True)  # the actor told it to write to a file alone
+    assert actor.pulse(0.0, 60.0).stalled == 0.0
+    at_work = threading.Thread(target=actor.infer, args=(None, ["old"]))
+    at_work.start()
+    try:
+        while not (pulse := actor.pulse(0.01, 0.1)).stalled > 0.1:
+            pass
+        assert pulse.at == "the log-probabilities" and "infer" in caplog.text
+    finally:
+        ended.set()
+        at_work.join()
