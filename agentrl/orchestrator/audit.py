@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from agentrl.config.schema import Config
 from agentrl.config.serialize import read_run_config
 from agentrl.data.checkpoint import ROLLOUT_STATE, CheckpointStore, read_json
 from agentrl.data.files import read_jsonl
@@ -39,8 +40,10 @@ def audit(run: Path, *, least_success: float | None = None) -> list[str]:
         return [*problems, f"the account cannot be read: {error}"]
     steps = range(newest.step)
     problems += _metrics(metrics, steps)
-    if not read_run_config(run).get("train_data"):  # nothing is played there
-        problems += _episodes(TrajectoryStore(run / "trajectories", read_only=True), steps, state)
+    cfg = Config.from_dict(read_run_config(run))
+    if not cfg.is_supervised:  # nothing is played there
+        oldest = cfg.oldest_version if cfg.max_staleness is None else cfg.max_staleness
+        problems += _episodes(TrajectoryStore(run / "trajectories", read_only=True), steps, state, oldest)
     problems += [
         f"left over: {path.relative_to(run)}" for path in sorted(run.rglob("*")) if path.name.endswith(UNFINISHED)
     ]
@@ -66,8 +69,9 @@ def _metrics(metrics: Iterable[Mapping[str, Any]], steps: range) -> list[str]:
     return [f"metrics.jsonl: {', '.join(said) or 'steps out of order'}"]
 
 
-def _episodes(store: TrajectoryStore, steps: range, state: Mapping[str, Any]) -> list[str]:
-    """Every task that was handed out is trained once, open or dropped; versions of weights never go back."""
+def _episodes(store: TrajectoryStore, steps: range, state: Mapping[str, Any], oldest: int) -> list[str]:
+    """Every task that was handed out is trained once, open or dropped; versions of weights never go back, and are at
+    most ``oldest`` behind."""
     problems = []
     trained_in: dict[str, set[int]] = defaultdict(set)
     groups_of: dict[str, set[str]] = defaultdict(set)
@@ -77,7 +81,7 @@ def _episodes(store: TrajectoryStore, steps: range, state: Mapping[str, Any]) ->
     if missing := sorted({*steps} - {*stored}):
         problems.append(f"episodes of rollout {first_few(map(str, missing))} are not stored")
     for step in stored:
-        latest = newest
+        latest = -1
         try:
             for t in store.read("train", step=step):
                 if t.advantage is None:
@@ -91,14 +95,15 @@ def _episodes(store: TrajectoryStore, steps: range, state: Mapping[str, Any]) ->
                         continue
                     if (versions[1:] < versions[:-1]).any():
                         problems.append(f"{t.trajectory_id}: the versions of its tokens go back")
-                    if versions.min() < 0 or versions.max() > step:
-                        problems.append(f"{t.trajectory_id} of rollout {step} was sampled by version {versions.max()}")
+                    if versions.min() < step - oldest or versions.max() > step:
+                        found = f"versions {versions.min()} to {versions.max()}"
+                        problems.append(f"{t.trajectory_id} of rollout {step} was sampled by {found}")
                     latest = max(latest, int(versions.max()))
         except AgentRLError as error:
             problems.append(str(error))
-        if latest == newest and step in steps and step > 0:
-            problems.append(f"rollout {step} was sampled by no newer weights than the one before it")
-        newest = latest
+        if -1 < latest < newest:
+            problems.append(f"rollout {step} was sampled by older weights than one before it")
+        newest = max(newest, latest)
     problems += _once("group", "rollouts", trained_in)
     problems += _once("task", "groups", groups_of)
     if doubled := [name for name, times in episodes.items() if times > 1]:

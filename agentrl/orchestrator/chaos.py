@@ -45,6 +45,7 @@ ROLES = {
     "raylet": "raylet",
     "ray::TrainActor": "rank",
     "ray::RolloutManager": "manager",
+    "ray::RolloutWorker": "rollout worker",
     "ray::EngineActor": "engine's actor",
     "agentrl.engines.router": "router",
     "sglang::scheduler": "scheduler",

@@ -86,8 +86,8 @@ async def until_lost(
         who, waits = f"{name} (process {pulse.pid})", PULSE_S + patience
         if pulse.stalled > stall:
             return (
-                f"{who} came no further with {pulse.at} for {pulse.stalled:.0f} s (--train-stall-timeout {stall:g}): it "
-                f"hangs, or waits for one that does; its stack is in {log_file}"
+                f"{who} came no further with {pulse.at} for {pulse.stalled:.0f} s (--train-stall-timeout {stall:g}): "
+                f"it hangs, or waits for one that does; its stack is in {log_file}"
             )
 
 
