@@ -14,7 +14,7 @@ from agentrl.cli.main import main
 from agentrl.config import load_config
 from agentrl.data.checkpoint import CheckpointStore
 from agentrl.data.run_folder import RunDir
-from agentrl.errors import AgentRLError, CheckpointError, ConfigError, StorageError
+from agentrl.errors import AgentRLError, CheckpointError, ConfigError, LostError, StorageError
 from agentrl.orchestrator import launch as driver
 from tests.orchestrator.scripted import FLAGS, Rollout, Trainer, check_run, lines, train  # noqa: F401
 
@@ -327,3 +327,79 @@ def test_damage(tmp_path: Path, train: Any, file: str, capsys: Any) -> None:  # 
             assert file in said, (kind, said)
         if file in ("latest", "best", "run", "run.json", "evaluations.jsonl", "failed_tasks.json"):
             assert [m["step"] for m in metrics if "train/grad_norm" in m] == [1, 2, 3], kind
+
+
+# -- by itself ---------------------------------------------------------------------------------------
+
+
+class Told:
+    """An attempt of a supervised run, and what it told."""
+
+    number, began = 1, 0.0
+
+    def __init__(self) -> None:
+        self.facts: list[dict[str, Any]] = []
+
+    def tell(self, **facts: Any) -> None:
+        self.facts.append(facts)
+
+    @property
+    def now(self) -> dict[str, Any]:
+        return {name: value for facts in self.facts for name, value in facts.items()}
+
+
+def test_a_supervisor_is_told_how_to_go_on_until_all_is_done(tmp_path: Path, train: Any, monkeypatch: Any) -> None:  # noqa: F811
+    run, attempt = tmp_path / "run", Told()
+    flags = [*FLAGS, *EVERY_STEP, "--num-rollout", "3", "--output-dir", str(run)]
+
+    def lost(*args: Any) -> Any:
+        raise LostError("rank 0 died")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "publish", lost)
+        with pytest.raises(LostError):
+            driver.train(load_config(flags), attempt)
+    assert attempt.now == {"run": str(run), "load": str(run), "start": 0, "open": True}
+
+    assert driver.train(load_config(["--load", attempt.now["load"]]), attempt) == 0
+    assert attempt.now["done"] and attempt.now["load"] == str(run)
+    check_run(run, 3)
+
+
+def test_a_run_told_to_go_back_goes_back_also_after_a_fault_before_it_did(
+    tmp_path: Path,
+    run: Path,
+    train: Any,  # noqa: F811
+    monkeypatch: Any,
+) -> None:
+    back, attempt = str(tmp_path / "STORE" / "step_000001"), Told()
+
+    def killed(*args: Any) -> Any:
+        raise LostError("rank 0 died")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "start_actors", killed)
+        with pytest.raises(LostError):
+            driver.train(load_config(["--load", back, "--num-rollout", "4"]), attempt)
+    assert attempt.now["load"] == back
+    driver.train(load_config(["--load", attempt.now["load"]]), attempt)
+    assert attempt.facts[-2:] == [{"load": str(run)}, {"done": True}]
+    check_run(run, 4, checkpoints=tmp_path / "STORE")
+
+
+def test_a_supervised_run_that_lost_a_part_does_not_say_what_to_type(
+    tmp_path: Path,
+    train: Any,  # noqa: F811
+    monkeypatch: Any,
+    capsys: Any,
+) -> None:
+    errors: list[Exception] = [LostError("rank 0 died"), AgentRLError("an author's mistake")]
+    for number, error in enumerate(errors):
+
+        def fail(*args: Any, error: Exception = error) -> Any:
+            raise error
+
+        monkeypatch.setattr(Trainer, "publish", fail)
+        with pytest.raises(type(error)):
+            driver.train(load_config([*FLAGS, "--output-dir", str(tmp_path / str(number))]), Told())
+        assert ("agentrl train --load" in capsys.readouterr().out) == bool(number)
