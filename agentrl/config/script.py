@@ -155,9 +155,11 @@ def _translated(flag: Flag, given: dict[str, Flag]) -> Translation:
     if name == "ref-load" and not {"use-kl-loss", "kl-coef"} & set(given):
         return Translation(flag, None, "needless: there is no KL loss, so no reference model")
     if name == "ref-load":
-        return Translation(flag, None, "the reference is --hf-checkpoint; --ref-load takes another Hugging Face folder")
+        note = "the reference is --hf-checkpoint; `agentrl convert` makes a Hugging Face folder of another"
+        return Translation(flag, None, note)
     if name == "load" and words and given.get("save", flag).words != words:
-        return Translation(flag, None, "--load takes a run folder of agentrl, not a checkpoint of slime")
+        note = "--load takes a run of agentrl; `agentrl convert` makes a Hugging Face folder of slime's checkpoint"
+        return Translation(flag, None, note)
     if name == "load":
         return Translation(flag, flag, "goes on if the folder holds a run of agentrl, else starts afresh")
     if name == "custom-rm-path" and words:

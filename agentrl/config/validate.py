@@ -33,6 +33,7 @@ from agentrl.config.template import template_problems
 from agentrl.errors import ConfigError
 from agentrl.families.family import experts_of
 from agentrl.families.fields import not_computed
+from agentrl.families.torch_dist import advice, is_megatrons
 from agentrl.loading import is_spec
 
 Explicit = Mapping[str, str]
@@ -211,9 +212,11 @@ def _limits(config: Config | EvalConfig, given: Explicit) -> Iterator[str]:
 # -- the model -----------------------------------------------------------------------------------------------
 
 
-def _read_model(folder: str) -> dict[str, Any] | str:
-    """``config.json`` of a model folder, or what is wrong with it."""
+def _read_model(folder: str, like: str | None = None) -> dict[str, Any] | str:
+    """``config.json`` of a model folder, or what is wrong with it; ``like`` is another of that architecture."""
     file = Path(folder) / "config.json"
+    if not file.is_file() and is_megatrons(Path(folder)):
+        return advice(folder, like)
     if not Path(folder).is_dir():
         of_the_hub = folder.count("/") == 1 and not folder.startswith((".", "/"))
         hint = " A model of the Hub is not fetched by itself: `hf download` it and give the folder."
@@ -247,11 +250,11 @@ def _model(config: Config | EvalConfig) -> Iterator[str]:
         if (
             config.ref_load is not None
             and _has_reference(config)
-            and isinstance(reference := _read_model(config.ref_load), str)
+            and isinstance(reference := _read_model(config.ref_load, config.hf_checkpoint), str)
         ):
             yield f"--ref-load: {reference}"
         if config.critic_load is not None and _has_critic(config):
-            critic = _read_model(config.critic_load)
+            critic = _read_model(config.critic_load, config.hf_checkpoint)
             for problem in [critic] if isinstance(critic, str) else not_computed(critic):
                 yield f"--critic-load {config.critic_load}: {problem}."
             if not isinstance(critic, str) and critic.get("vocab_size") != model.get("vocab_size"):

@@ -14,6 +14,9 @@ FAMILY = Family(
         **ATTENTION,
         **MLP,
         "mlp.linear_fc1.weight": gate_up("mlp.gate_up_proj.weight"),
+        # Others give the layer itself these norms, and so Megatron's checkpoints call them.
+        "post_self_attn_layernorm.weight": plain("post_self_attn_layernorm.weight"),
+        "post_mlp_layernorm.weight": plain("post_mlp_layernorm.weight"),
         "self_attention.linear_proj.output_norm.weight": plain("post_self_attn_layernorm.weight"),
         "mlp.linear_fc2.output_norm.weight": plain("post_mlp_layernorm.weight"),
     },

@@ -1,3 +1,4 @@
+import os
 import sys
 import types
 
@@ -34,6 +35,30 @@ def test_export(called, capsys):
     assert calls == [(("runs/x", "out"), {"checkpoint": "4"})]
     assert main(["export", "--run", "runs/x"]) == 2
     assert "--output-dir" in capsys.readouterr().err
+
+
+def test_convert(called, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    calls = called("agentrl.trainer.megatron.dist_checkpoint", "to_dist")
+    sys.modules["agentrl.trainer.megatron.dist_checkpoint"].to_hf = lambda *args: calls.append((args, {}))
+    model, of_megatron, full, new = (tmp_path / name for name in ("model", "dist", "full", "new"))
+    for folder, file in ((model, "config.json"), (of_megatron, "latest_checkpointed_iteration.txt"), (full, "file")):
+        folder.mkdir()
+        (folder / file).touch()
+    flags = ["--hf-checkpoint", str(model), "--output-dir", str(new)]
+    assert main(["convert", *flags]) == main(["convert", "--load", str(of_megatron), *flags]) == 0
+    assert [args[:-1] for args, _ in calls] == [(model, new), (of_megatron, model, new)]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    for wrong, said in (
+        (flags[:2], "needs --output-dir"),
+        (flags[2:], "needs --hf-checkpoint MODEL: the model to convert"),
+        (["--load", str(of_megatron), *flags[2:]], "does not say its architecture and has no tokenizer"),
+        ([*flags[:2], "--output-dir", str(full)], "holds something already; give a new folder"),
+        (["--hf-checkpoint", str(of_megatron), *flags[2:]], "give it with --load"),
+    ):
+        assert main(["convert", *wrong]) == 2
+        assert said in capsys.readouterr().err
+    assert len(calls) == 2
 
 
 def test_serve_retriever(called, capsys):

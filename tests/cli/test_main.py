@@ -79,7 +79,8 @@ def test_train_help_shows_groups_flags_and_defaults(capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["train", "--help"], ["eval", "--help"], ["serve-retriever", "--help"], ["version"]]
+    "words",
+    [["--help"], *([command, "--help"] for command in ("train", "eval", "convert", "serve-retriever")), ["version"]],
 )
 def test_help_is_quick_and_imports_nothing_heavy(words):
     code = (

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -121,6 +122,31 @@ def test_missing_environment_and_model(model):
         validate(derive(Config(hf_checkpoint=model)))
     with pytest.raises(ConfigError, match="no such folder: Org/Model.*hf download"):
         validate(derive(Config(env="search", hf_checkpoint="Org/Model")))
+
+
+@pytest.fixture(params=["a folder with its newest", "one iteration"])
+def of_megatron(tmp_path, request):
+    folder = tmp_path / "policy_torch_dist"
+    (folder / "iter_0000042").mkdir(parents=True)
+    (folder / "iter_0000042" / ".metadata").touch()
+    if request.param == "one iteration":
+        return str(folder / "iter_0000042")
+    (folder / "latest_checkpointed_iteration.txt").write_text("42")
+    return str(folder)
+
+
+def test_where_a_checkpoint_of_megatrons_is_given_the_command_that_converts_it_is_said(model, of_megatron):
+    def command(like):
+        return f"agentrl convert --load {of_megatron} --hf-checkpoint {like} --output-dir {of_megatron}-hf"
+
+    for flags, like in (
+        (["--hf-checkpoint", of_megatron], "MODEL"),
+        (["--hf-checkpoint", model, "--use-kl-loss", "--ref-load", of_megatron], model),
+        (["--hf-checkpoint", model, "--load", of_megatron], model),
+        (["--hf-checkpoint", model, "--load", of_megatron, "--save", of_megatron], model),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(command(like))):
+            load_config(["--env", "search", *flags])
 
 
 def test_prompt_data_makes_an_environment(tmp_path, model):

@@ -19,6 +19,7 @@ from shown_pages import PAGES, ROOT, Block, anchors, blocks, command_lines, inli
 import agentrl
 from agentrl.cli.chaos import ChaosOptions
 from agentrl.cli.compare import CompareOptions
+from agentrl.cli.convert import ConvertOptions
 from agentrl.cli.export import ExportOptions
 from agentrl.cli.fetch_model import MODELS, FetchOptions
 from agentrl.cli.main import COMMANDS
@@ -38,12 +39,13 @@ README = ROOT / "README.md"
 
 SMALL_COMMANDS = {
     "export": ExportOptions,
+    "convert": ConvertOptions,
     "serve": ServeOptions,
     "serve-retriever": RetrieverOptions,
     "chaos": ChaosOptions,
 }
 OPTIONS = {**SMALL_COMMANDS, "fetch-model": FetchOptions, "compare": CompareOptions, "show": ShowOptions}
-NOT_OURS = {"--help", "--config"}
+NOT_OURS = {"--help", "--config", "--dist-ckpt-strictness"}
 
 # Names in commands that stand for something of the reader's.
 PLACEHOLDERS = {"DIR": "MODEL", "RUN": "runs/NAME", "FILE": "tasks.jsonl", "PATH": "tasks.jsonl"}

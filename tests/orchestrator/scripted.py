@@ -174,7 +174,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
 def check_run(folder: Path, steps: int, *, first: int = 0, every: int = 1, checkpoints: Path | None = None) -> None:
     """Every step and every evaluation is there once, every task was trained once, and nothing is left over."""
     metrics = lines(folder / "metrics.jsonl")
-    evaluated = [n for n in range(first, steps + 1) if n % every == 0]
+    evaluated = [n for n in range(first, steps + 1) if every and n % every == 0]
     assert [m["step"] for m in metrics if "train/grad_norm" in m] == list(range(first + 1, steps + 1))
     assert [m["step"] for m in metrics if "eval/search/success" in m] == evaluated
     assert [e["step"] for e in lines(folder / "evaluations.jsonl")] == evaluated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.orchestrator.scripted import FLAGS, KILLED, Kill, check_run, in_child, train  # noqa: F401
+from agentrl.data.checkpoint import CheckpointStore
+from tests.orchestrator.scripted import FLAGS, KILLED, Kill, Rollout, check_run, in_child, train  # noqa: F401
 
 # In CI each seventh change, and all of them where there is time.
 thorough = pytest.mark.parametrize("stride", [7, pytest.param(1, marks=[pytest.mark.heavy, pytest.mark.timeout(900)])])
@@ -67,6 +69,44 @@ def test_a_run_from_start_to_end(tmp_path: Path, stride: int, train: Any) -> Non
         assert (folder / "model" / "config.json").is_file()
 
     assert killed_everywhere(tmp_path, stride, lambda base: None, work, after) > 100
+
+
+@thorough
+def test_while_a_checkpoint_is_written_beside_the_rollout(
+    tmp_path: Path,
+    stride: int,
+    train: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rollout is under way until the checkpoint before it is there: all that is written of that is beside it."""
+    generate, save = Rollout.generate, CheckpointStore.save
+    beside: list[asyncio.Task[None]] = []
+
+    async def saved(self: CheckpointStore, *args: Any, **kwargs: Any) -> None:
+        await save(self, *args, **kwargs)
+        assert self._saving is not None and not self._saving.done()
+        beside[:] = [self._saving]
+
+    async def played(self: Rollout, *args: Any, **kwargs: Any) -> Any:
+        made = await generate(self, *args, **kwargs)
+        if beside:
+            await asyncio.wait(beside)
+        return made
+
+    monkeypatch.setattr(CheckpointStore, "save", saved)
+    monkeypatch.setattr(Rollout, "generate", played)
+    flags = ("--save-interval", "1", "--eval-interval", "0", "--num-rollout", "3", "--keep-last", "2")
+
+    def after(folder: Path) -> None:
+        beside.clear()
+        try:
+            start_again(train, folder / "run", *flags)
+        except Exception as error:
+            assert "nothing is left to train" in str(error), error
+        check_run(folder / "run", 3, every=0)
+
+    work = lambda folder: train(*FLAGS, *flags, "--output-dir", str(folder / "run"))  # noqa: E731
+    assert killed_everywhere(tmp_path, stride, lambda base: None, work, after) > 40
 
 
 @thorough

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,24 +153,33 @@ class Conversion:
             CheckpointError: it lacks one that the model needs.
         """
         held = self.tensors(model)
+        with torch.no_grad():
+            for name, part in self.read(held, folder):
+                held[name].copy_(part)
+
+    def read(self, held: Mapping[str, Tensor], folder: Path) -> Iterator[tuple[str, Tensor]]:
+        """Name and value, in the file's dtype, of each of the parameters that this rank holds. Collective.
+
+        Raises:
+            ConfigError, CheckpointError: as :meth:`load`.
+        """
         files = tensor_files(folder)
         self._account(held, files.keys(), folder)
         opened: dict[Path, Any] = {}
-        with torch.no_grad():
-            for name, tensor in held.items():
-                found = []
-                for hf_name in self.source(name).names:
-                    file = files[hf_name]
-                    if file not in opened:
-                        opened[file] = safe_open(file, framework="pt", device="cpu")
-                    found.append(opened[file].get_tensor(hf_name))
-                part = self.split(name, self.from_hf(name, found), tensor)
-                if part.shape != tensor.shape:
-                    raise CheckpointError(
-                        f"{folder}: {', '.join(self.source(name).names)} give {list(part.shape)} for {name}, "
-                        f"the model that config.json describes has {list(tensor.shape)}"
-                    )
-                tensor.copy_(part)
+        for name, tensor in held.items():
+            found = []
+            for hf_name in self.source(name).names:
+                file = files[hf_name]
+                if file not in opened:
+                    opened[file] = safe_open(file, framework="pt", device="cpu")
+                found.append(opened[file].get_tensor(hf_name))
+            part = self.split(name, self.from_hf(name, found), tensor)
+            if part.shape != tensor.shape:
+                raise CheckpointError(
+                    f"{folder}: {', '.join(self.source(name).names)} give {list(part.shape)} for {name}, "
+                    f"the model that config.json describes has {list(tensor.shape)}"
+                )
+            yield name, part
 
     def _account(self, held: Iterable[str], there: Iterable[str], folder: Path) -> None:
         mine = {hf for name in held for hf in self.source(name).names}
@@ -211,6 +220,13 @@ class Conversion:
         further = getattr(self.hf_config, "num_nextn_predict_layers", None) or 0
         last = self.hf_config.num_hidden_layers
         return any(hf_name.startswith(f"model.layers.{n}.") for n in range(last, last + further))
+
+    def kept_aside(self, folder: Path) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of a checkpoint that are not trained and belong to it: layers that predict further tokens."""
+        for name, file in tensor_files(folder).items():
+            if self.predicts_further(name):
+                with safe_open(file, framework="pt", device="cpu") as opened:
+                    yield name, opened.get_tensor(name)
 
 
 def is_split(parameter: Tensor) -> bool:

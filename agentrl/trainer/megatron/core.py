@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 
 from agentrl.algorithms import TrainBatch
@@ -35,7 +34,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 
 from agentrl.trainer.megatron import model as models  # noqa: E402
 from agentrl.trainer.megatron.attention import PackedSequences, pack  # noqa: E402
-from agentrl.trainer.megatron.conversion import tensor_files  # noqa: E402
 from agentrl.trainer.megatron.export import Exporter, save_hf  # noqa: E402
 from agentrl.trainer.megatron.layers import has_transformer_engine  # noqa: E402
 from agentrl.trainer.megatron.optimizer import build_optimizer, build_scheduler, optimizer_step  # noqa: E402
@@ -256,17 +254,10 @@ class Core:
 
     def save_hf(self, target: str | Path, writes: Writes | None = None) -> None:
         """Write the weights as a Hugging Face directory with tokenizer and chat template."""
-        more = self._kept_aside() if self.layout.rank == 0 else None
+        more = self.conversion.kept_aside(self.hf_checkpoint) if self.layout.rank == 0 else None
         save_hf(self.export(), more, self.hf_checkpoint, Path(target), writes or Writes())
         if self.layout.world_size > 1:
             dist.barrier()
-
-    def _kept_aside(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of the checkpoint that are not trained and belong to it: layers that predict further tokens."""
-        for name, file in tensor_files(self.hf_checkpoint).items():
-            if self.conversion.predicts_further(name):
-                with safe_open(file, framework="pt", device="cpu") as opened:
-                    yield name, opened.get_tensor(name)
 
     def save(self, folder: Path, writes: Writes | None = None) -> None:
         """Write weights, optimizer (unless ``--no-save-optim``), scheduler and random state into a folder (see

@@ -53,17 +53,20 @@ def resolve_dtype(options: TrainerOptions) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
 
 
-def read_config(hf_checkpoint: str | Path) -> PretrainedConfig:
+def read_config(hf_checkpoint: str | Path, *, weights: bool = True) -> PretrainedConfig:
     """``config.json`` of a checkpoint directory, without running code from it.
+
+    Args:
+        weights: that must be beside it.
 
     Raises:
         CheckpointError: the directory has no ``config.json`` or no safetensors.
         ConfigError: it asks for what the trainer does not compute.
     """
     path = Path(hf_checkpoint)
-    if not (path / "config.json").is_file() or not list(path.glob("*.safetensors")):
+    if not (path / "config.json").is_file() or (weights and not list(path.glob("*.safetensors"))):
         raise CheckpointError(
-            f"--hf-checkpoint {path} must be a directory with config.json and *.safetensors; "
+            f"--hf-checkpoint {path} must be a directory with config.json{' and *.safetensors' if weights else ''}; "
             "download the model first and give its folder"
         )
     kind = json.loads((path / "config.json").read_text()).get("model_type")

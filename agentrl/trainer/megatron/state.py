@@ -14,7 +14,7 @@ model, so pipeline stages can be cut anew on loading, and experts and tensor-par
 So a checkpoint saved at one layout loads at another. At the same layout, a resumed run
 is bit-identical to one that was not interrupted.
 
-Megatron's own distributed checkpoints are not used: torch's format behind them reads its index by unpickling.
+Megatron's own distributed checkpoints are for other programs (`dist_checkpoint.py`): their index is a pickle.
 """
 
 from __future__ import annotations
