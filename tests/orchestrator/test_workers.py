@@ -375,7 +375,7 @@ def test_more_workers_than_episodes_are_refused() -> None:
         load_config(["--env", "search", "--rollout-num-workers", "9", "--rollout-concurrency", "8"])
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_real_workers_give_the_same_batch_and_survive_a_kill_and_a_stop(
     cfg: Config, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -386,7 +386,7 @@ def test_real_workers_give_the_same_batch_and_survive_a_kill_and_a_stop(
 
     def make(options: list[dict[str, Any]], url: str) -> Callable[[int, int], RayWorker]:
         return lambda number, concurrency: RayWorker(
-            number, options[number], 15.0, *(cfg, model, url, "key"),
+            number, options[number], 6.0, *(cfg, model, url, "key"),
             concurrency=concurrency, log_file=logs / f"rollout-worker-{number}.log",
         )  # fmt: skip
 
