@@ -121,7 +121,7 @@ class Pool:
     """A started pool and its runner."""
 
     def __init__(self, cfg: Config, model: str, url: str, options: list[dict[str, Any]], logs: Path):
-        self.cfg, self.turns = cfg, 0
+        self.cfg = cfg
 
         def make(number: int, concurrency: int) -> RayWorker:
             log_file = logs / f"rollout-worker-{len(options)}-{number}.log"
@@ -139,25 +139,27 @@ class Pool:
 
     async def play(self, episodes: int) -> float:
         """Turns a second over so many episodes."""
+        turns = self.cfg.max_turns
         gc.collect()
         began = time.perf_counter()
         calls = [self.runner.run_group(Task(f"t{i}", seed=i), GROUP, f"g{i:06d}") for i in range(episodes // GROUP)]
         with RareCollection():
             groups = await asyncio.gather(*calls)
         seconds = time.perf_counter() - began
-        failed = [t.error or t.stop_reason for g in groups for t in g.trajectories if t.num_turns != TURNS]
+        failed = [t.error or t.stop_reason for g in groups for t in g.trajectories if t.num_turns != turns]
         if failed:
             raise SystemExit(f"{len(failed)} episodes failed: {failed[0]}")
-        return episodes * TURNS / seconds
+        print(f"{episodes} episodes: {episodes * turns / seconds:.0f} turns/s", file=sys.stderr, flush=True)
+        return episodes * turns / seconds
 
 
 async def measure(cluster: Cluster, folder: Path, url: str, options: argparse.Namespace) -> dict[str, Any]:
     places = [cluster.options(i) for i in range(3)]
 
-    def pool(workers: list[dict[str, Any]], in_flight: int) -> Pool:
+    def pool(workers: list[dict[str, Any]], in_flight: int, turns: int = TURNS) -> Pool:
         cfg = load_config(
             ["--env", f"{Path(__file__).resolve()}:Lookup", "--rollout-concurrency", str(in_flight), "--max-turns",
-             str(TURNS), "--rollout-max-response-len", str(SAMPLED), "--rollout-max-context-len", "2048"]
+             str(turns), "--rollout-max-response-len", str(SAMPLED), "--rollout-max-context-len", "2048"]
         )  # fmt: skip
         return Pool(cfg, str(folder), url, workers, folder)
 
@@ -170,7 +172,7 @@ async def measure(cluster: Cluster, folder: Path, url: str, options: argparse.Na
     await one.pool.close()
     await two.pool.close()
 
-    many, lag = pool(places[1:], 4096), LoopLag()
+    many, lag = pool(places[1:], 4096, 3), LoopLag()
     await many.start()
     lag.start()
     rate = await many.play(4096)
