@@ -81,7 +81,11 @@ def measure(trainer, folder: Path, original: dict) -> dict:
     return {"export_exact": exact, "steps": [{k: s[k] for k in metrics} for s in steps]}
 
 
-RELOADS = {"tp2 sp to pp2": "tp2 sp", "pp2 to dp2 dist": "pp2", "dp2 dist to tp2": "dp2 dist"}
+RELOADS = {
+    "tp2 sp to pp2": "tp2 sp", "pp2 to dp2 dist": "pp2", "dp2 dist to tp2": "dp2 dist", "alone to dp2 dist": "alone",
+    "alone to pp2": "alone",
+}  # fmt: skip
+"""A layout that loads the state of another -> the latter. ``alone`` is one rank."""
 
 
 def run(rank: int, listeners: dict[str, socket.socket], checkpoint: str, out: str) -> None:
@@ -111,6 +115,7 @@ def run(rank: int, listeners: dict[str, socket.socket], checkpoint: str, out: st
         trainer.load(Path(out) / source / "state")
         saved = load_file(Path(out) / source / "hf" / "model.safetensors")
         results[key] = {"exact": all(torch.equal(saved[n], t) for n, t in trainer.export())}
+        trainer.save(Path(out) / key / "state")
         results[key] |= {"loss": train(trainer, random_batch(12))["train/loss"]}
         trainer.close()
     if rank == 0:
@@ -145,6 +150,42 @@ def run_families(rank: int, listeners: dict[str, socket.socket], checkpoints: di
         folder = Path(out) / name
         folder.mkdir(exist_ok=True)
         results[name] = measure(trainer, folder, load_file(Path(checkpoints[family]) / "model.safetensors"))
+        if name == "mixtral ep2 dist":
+            trainer.load(Path(out) / "mixtral alone" / "state")
+            trainer.save(folder / "of one")
         trainer.close()
         if rank == 0:
             (Path(out) / "families.json").write_text(json.dumps(results))
+
+
+DIST = {
+    "qwen3 tp2": ("qwen3", {"tensor_model_parallel_size": 2}),
+    "qwen3 pp2": ("qwen3", {"pipeline_model_parallel_size": 2}),
+    "mixtral ep2": ("mixtral", {"expert_model_parallel_size": 2}),
+    "deepseek_v3 tp2 sp": ("deepseek_v3", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+}
+"""Two ranks that save, as Megatron-LM does, what one process converts."""
+
+
+def run_dist(rank: int, listeners: dict[str, socket.socket], checkpoints: dict[str, str], out: str) -> None:
+    """Save each of :data:`DIST` with Megatron; load what was converted for one, where the names are this spec's."""
+    import torch
+
+    from agentrl.config.schema import TrainerOptions
+    from agentrl.trainer.megatron.dist_checkpoint import dist_checkpointing
+
+    for name, (family, layout) in DIST.items():
+        trainer = join(rank, 2, listeners[name], checkpoints[family], TrainerOptions(**OPTIONS, **layout))
+        model, folder = trainer.policy.core.model, Path(out) / name / "iter_0000003"
+        if rank == 0:
+            folder.mkdir(parents=True)
+        torch.distributed.barrier()
+        dist_checkpointing.save({"model": model.sharded_state_dict()}, str(folder))
+        if family == "qwen3":
+            expected = {key: value.clone() for key, value in model.named_parameters()}
+            for value in model.parameters():
+                value.data.zero_()
+            converted = str(Path(out) / "converted" / "release")
+            model.load_state_dict(dist_checkpointing.load({"model": model.sharded_state_dict()}, converted)["model"])
+            assert all(torch.equal(value, expected[key]) for key, value in model.named_parameters()), name
+        trainer.close()

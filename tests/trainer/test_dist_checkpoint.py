@@ -324,3 +324,17 @@ def test_the_command_converts_both_ways(dense, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == f"wrote {dist}\nwrote {back}\n"
     assert_equal_models(back, dense)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.slow
+def test_what_two_ranks_saved_is_put_together_and_what_one_wrote_is_split(models, tmp_path):
+    """By Megatron, with its own writers."""
+    from tests.trainer.ranks import DIST, run_dist
+    from tests.trainer.test_layouts import spawn
+
+    checkpoints = {kind: str(models(kind)) for kind, _ in DIST.values()}
+    to_dist(checkpoints["qwen3"], tmp_path / "converted")
+    spawn(run_dist, DIST, checkpoints, str(tmp_path))
+    for name, (kind, _) in DIST.items():
+        to_hf(tmp_path / name / "iter_0000003", checkpoints[kind], tmp_path / "back" / name)
+        assert_equal_models(tmp_path / "back" / name, checkpoints[kind])

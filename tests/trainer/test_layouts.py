@@ -49,7 +49,7 @@ def spawn(target, names, *args):
 
 
 @pytest.fixture(scope="module")
-def results(checkpoint, out):
+def results(checkpoint, out, alone):
     spawn(run, [*LAYOUTS, *ESTIMATORS, *RELOADS], checkpoint, str(out))
     return json.loads((out / "results.json").read_text())
 
@@ -108,6 +108,27 @@ def test_state_saved_at_one_layout_loads_at_another(results, key):
     assert results[key]["exact"]
 
 
+def whole_state(core, folder):
+    """What a saved state holds of a model, put together from its parts, and how far it is."""
+    from agentrl.trainer.megatron.state import MOMENTS, _SavedTensors
+
+    state = json.loads((folder / "state.json").read_text())
+    saved = _SavedTensors(folder, state.pop("layout"), core.conversion)
+    parameters = core._state._parameters.items()
+    return {(kind, n): saved.local(kind, n, p) for n, p in parameters for kind in ("weight", *MOMENTS)}, state
+
+
+@pytest.mark.parametrize("key", RELOADS)
+def test_weights_and_moments_that_were_cut_anew_are_the_same_bit_for_bit(results, make_trainer, out, key):
+    trainer = make_trainer(**WITH_CRITIC)
+    for name in ("policy", "critic"):
+        core = getattr(trainer, name).core
+        (there, state), (here, went) = (whole_state(core, out / k / "state" / name) for k in (RELOADS[key], key))
+        assert went == state and state["optimizer_steps"] == 4
+        assert all(torch.equal(here[part], tensor) for part, tensor in there.items())
+        assert any(tensor.any() for (kind, _), tensor in there.items() if kind == "exp_avg_sq")
+
+
 @pytest.mark.parametrize("name", ["tp2 sp", "pp2", "dp2 dist"])
 def test_state_of_two_ranks_loads_at_one(results, make_trainer, out, name):
     trainer = make_trainer(**WITH_CRITIC)
@@ -135,7 +156,7 @@ def family_checkpoints(out):
 
 
 @pytest.fixture(scope="module")
-def families(family_checkpoints, out):
+def families(family_checkpoints, families_alone, out):
     spawn(run_families, SPLIT, family_checkpoints, str(out))
     return json.loads((out / "families.json").read_text())
 
@@ -165,3 +186,12 @@ def test_state_of_a_family_on_two_ranks_loads_at_one(families, family_checkpoint
     (optimizer,) = trainer.policy.core._state._optimizers
     moments = [optimizer.optimizer.state[p]["exp_avg_sq"] for p in optimizer.get_parameters()]
     assert all(moment.any() for moment in moments)
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(600)
+def test_experts_of_one_rank_are_dealt_to_two_bit_for_bit(families, family_checkpoints, make_trainer, out):
+    core = make_trainer(family_checkpoints["mixtral"], **OPTIONS).policy.core
+    there, state = whole_state(core, out / "mixtral alone" / "state" / "policy")
+    here, went = whole_state(core, out / "mixtral ep2 dist" / "of one" / "policy")
+    assert went == state and all(torch.equal(here[part], tensor) for part, tensor in there.items())
