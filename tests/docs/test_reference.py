@@ -81,8 +81,7 @@ def test_metrics(groups):
     (counters,) = re.findall(r'f"engine/\{k\}".*? for k in \(([^)]*)\)', source)
     managed = {f"engine/{name}" for name in re.findall(r"\w+", counters)}
     sources = "".join(inspect.getsource(module) for module in (manager, loop, engine_service))
-    managed |= set(re.findall(r'"((?:engine|sync|time)/\w+)"', sources))
-    managed |= {"data/rollouts_ahead", "rollout/filtered"}
+    managed |= set(re.findall(r'"((?:engine|sync|time|rollout|data)/\w+)"', sources))
     managed |= {f"data/{name}" for name in TaskAccount(TaskSource("env", None)).counts}
     episodes = [t for group in groups for t in group.trajectories]
     evaluated = set(flatten_summary("<set>", summarize("<set>", "test", episodes, 1.0).to_dict()))
