@@ -66,6 +66,15 @@ def test_ranks_have_equal_work_whatever_the_lengths(sizes, dp):
     assert max(loads) - min(loads) <= max(costs), "apart by less than a sample"
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(50, 250), min_size=64, max_size=200), st.integers(2, 4))
+def test_ranks_are_balanced(sizes, dp):
+    for costs in (sizes, work(sizes)):
+        (step,) = schedule(sizes, costs=costs, dp=dp, max_tokens=2000)
+        loads = [sum(costs[i] for batch in rank for i in batch) for rank in step.ranks]
+        assert max(loads) <= 1.05 * sum(loads) / dp
+
+
 def test_equal_tokens_are_not_equal_work():
     """A rank with one long sequence has fewer tokens than one with many short ones."""
     sizes = [800, *[100] * 36]
