@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,11 +44,29 @@ BEYOND = {"rollout_max_response_len": 128, "rollout_max_context_len": 1920, "max
 prompts and tool results 512 tokens do not hold an episode. The model has 2,048 positions."""
 
 
+LENGTHS = {"rollout_max_context_len": 8192, "rollout_max_response_len": 1024}
+"""Tokens of an episode and of a turn, of models that have positions for them."""
+
+
 def preset(name: str, environments: Sequence[str]) -> dict[str, Any]:
-    """Starting values of the model ``name`` for these environments; empty when it has none."""
+    """Starting values of the model ``name``, or of the model in that folder, for these environments."""
     if name not in PRESETS:
-        return {}
+        return _lengths(Path(name))
     return {**PRESETS[name], **({} if set(environments) == {TUNED_TO} else BEYOND)}
+
+
+def _lengths(folder: Path) -> dict[str, int]:
+    """Smaller lengths for a model with fewer positions, so that it runs without being told."""
+    try:
+        positions = json.loads((folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
+    except (OSError, ValueError, KeyError, TypeError):  # the check of the model says what is wrong with it
+        return {}
+    if not isinstance(positions, int) or not 1 < positions < LENGTHS["rollout_max_context_len"]:
+        return {}
+    return {
+        "rollout_max_context_len": positions,
+        "rollout_max_response_len": min(LENGTHS["rollout_max_response_len"], positions // 2),
+    }
 
 
 def demo_alone(config: Config | EvalConfig) -> str | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from agentrl.config.options import Count, NonNegative, PathText, Positive, Probability, Range, Seconds
+from agentrl.config.presets import LENGTHS
 
 Beta = Annotated[float, Range(low=0.0, high=1.0, high_open=True)]
 if TYPE_CHECKING:
@@ -172,10 +173,11 @@ class SamplingOptions:
 class LimitOptions:
     """Limits of an episode"""
 
-    rollout_max_response_len: Positive = 1024
-    """Most tokens of one model turn."""
-    rollout_max_context_len: Positive = 8192
-    """Most tokens of an episode: prompt, model turns and tool output together."""
+    rollout_max_response_len: Positive = LENGTHS["rollout_max_response_len"]
+    """Most tokens of one model turn. Less by default where the model has fewer positions."""
+    rollout_max_context_len: Positive = LENGTHS["rollout_max_context_len"]
+    """Most tokens of an episode: prompt, model turns and tool output together. By default at most the model's
+    positions (`max_position_embeddings`)."""
     max_turns: Positive = 8
     """Most model turns of an episode; the smaller of this and the environment's own limit counts."""
     max_tool_output_tokens: Positive | None = None

@@ -54,6 +54,19 @@ def test_without_a_model_the_demo_and_its_preset(demo_model):
     assert load_eval_config(["--env", "search"]).max_turns == PRESETS["demo"]["max_turns"]
 
 
+@pytest.mark.parametrize(
+    ("positions", "context", "response"),
+    [(1024, 1024, 512), (4096, 4096, 1024), (32768, 8192, 1024), (None, 8192, 1024)],
+)
+def test_an_episode_fits_the_positions_of_the_model_without_being_told(tmp_path, positions, context, response):
+    model = {"num_hidden_layers": 4, "num_attention_heads": 2, "max_position_embeddings": positions}
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in model.items() if v is not None}))
+    cfg = load_eval_config(["--env", "search", "--hf-checkpoint", str(tmp_path)])
+    assert (cfg.rollout_max_context_len, cfg.rollout_max_response_len) == (context, response)
+    given = load_eval_config(["--env", "search", "--hf-checkpoint", str(tmp_path), "--rollout-max-response-len", "99"])
+    assert (given.rollout_max_context_len, given.rollout_max_response_len) == (context, 99)
+
+
 def test_the_embedded_model_travels_by_name(demo_model):
     cfg = load_config(["--env", "search", "--use-kl-loss"])
     saved = cfg.to_dict()
