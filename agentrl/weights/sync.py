@@ -85,13 +85,14 @@ class WeightSync:
             SyncFailed: the sender failed, or not one engine could be brought to the version, or an engine
                 that reported success holds other weights. Its ``report`` says which engines must be replaced.
         """
+        report = self._report()
         if not engines:
-            raise SyncFailed("no engine to send weights to", SyncReport(self._wanted().version))
+            raise SyncFailed("no engine to send weights to", report)
         ways = [self.transport]
         if self.verify and not self._tried and self.restore_from is not None:
             ways.insert(0, self.restore_from)
         for way in ways:
-            report = await self._deliver(way, engines, tried=self._tried or not self.verify)
+            await self._deliver(way, engines, report, tried=self._tried or not self.verify)
             engines = [engine for engine in engines if engine.url in report.synced]
         self._tried = True
         return report
@@ -106,7 +107,7 @@ class WeightSync:
         if snapshot is None or self.restore_from is None or not snapshot.is_there():
             return None
         try:
-            return await self._deliver(self.restore_from, [engine], tried=True)
+            return await self._deliver(self.restore_from, [engine], self._report(), tried=True)
         except SyncFailed:
             if snapshot.is_there():
                 raise
@@ -121,7 +122,12 @@ class WeightSync:
             raise WeightSyncError("no version of the weights was published yet")
         return self.snapshot
 
-    async def _deliver(self, transport: Transport, engines: Sequence[EngineControl], *, tried: bool) -> SyncReport:
+    def _report(self) -> SyncReport:
+        return SyncReport(self._wanted().version, nbytes=self._wanted().nbytes)
+
+    async def _deliver(
+        self, transport: Transport, engines: Sequence[EngineControl], report: SyncReport, *, tried: bool
+    ) -> SyncReport:
         snapshot = self._wanted()
         in_place = self.pause_mode == "in_place"  # then the cache cannot be dropped while requests are in flight
         run = SyncRun(
@@ -131,7 +137,7 @@ class WeightSync:
             opening=(pausing(self.pause_mode),),
             closing=(flushing(optional=True), continuing()) if in_place else (continuing(),),
             flush=not in_place,
-            report=SyncReport(snapshot.version, nbytes=snapshot.nbytes),
+            report=report,
         )
         overwritten: dict[EngineControl, Checksums] = {}
         try:
@@ -171,6 +177,10 @@ class WeightSync:
     async def _verify(self, run: SyncRun, transport: Transport, overwritten: dict[EngineControl, Checksums]) -> None:
         held, version = await self._checksums(run), run.snapshot.version
         await self._settle(run, transport)
+        measure: Checksums = []
+        before = self._held
+        if before is not None and before[0].version == version:
+            measure, before = before[1], None
         for engine in run.active:
             unsent = _equal(held[engine], overwritten.get(engine, []))
             if unsent:
@@ -180,16 +190,15 @@ class WeightSync:
                     "does not build all of what config.json asks for.",
                     run.report,
                 )
-            if self._held is None or self._held[0].version != version:
-                before, self._held = self._held, (run.snapshot, held[engine])
-                if before and before[0].digest != run.snapshot.digest and before[1] == held[engine]:
-                    raise SyncFailed(
-                        f"engine {engine.url} still holds the weights of version {before[0].version}, which are not "
-                        f"those of version {version}",
-                        run.report,
-                    )
-            if held[engine] != self._held[1]:
-                same, names = set(_equal(held[engine], self._held[1])), [n for rank in held[engine] for n in rank]
+            if before and before[0].digest != run.snapshot.digest and before[1] == held[engine]:
+                raise SyncFailed(
+                    f"engine {engine.url} still holds the weights of version {before[0].version}, which are not "
+                    f"those of version {version}",
+                    run.report,
+                )
+            measure = measure or held[engine]
+            if held[engine] != measure:
+                same, names = set(_equal(held[engine], measure)), [n for rank in held[engine] for n in rank]
                 wrong = [name for name in names if name not in same]
                 raise SyncFailed(
                     f"engine {engine.url} holds other weights as version {version} than an engine before it: "
@@ -197,6 +206,8 @@ class WeightSync:
                     run.report,
                 )
             run.report.verified = sum(map(len, held[engine]))
+        if measure:
+            self._held = run.snapshot, measure  # only now: what is refused is no measure for the next attempt
 
     async def _settle(self, run: SyncRun, transport: Transport) -> None:
         """Resume every engine that was touched and does not run; retire those that must be replaced."""
@@ -209,7 +220,7 @@ class WeightSync:
         todo = {*stopped, *run.failed} - run.settled
         run.settled |= todo
         await asyncio.gather(*(self._resume(run, engine) for engine in todo))
-        run.report.failed = {engine.url: reason for engine, reason in run.failed.items()}
+        run.report.failed |= {engine.url: reason for engine, reason in run.failed.items()}
 
     async def _resume(self, run: SyncRun, engine: EngineControl) -> None:
         limit = self.deadlines.resume
