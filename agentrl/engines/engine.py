@@ -196,6 +196,9 @@ class EngineProcess(ServerProcess):
         env = {
             # The cheap health answer; a real one-token generation is asked for by /health_generate.
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+            # That one is given up by who asks: SGLang's own limit of 20 s is less than one step of a large batch takes
+            # where other work fills the machine.
+            "SGLANG_HEALTH_CHECK_TIMEOUT": "3600",
             "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         }
         if self.host == "127.0.0.1":

@@ -152,6 +152,23 @@ async def test_a_paused_engine_costs_no_cpu_and_goes_on(engine: EngineProcess) -
         await control.close()
 
 
+@pytest.mark.heavy
+async def test_a_health_check_has_the_time_it_is_given(engine: EngineProcess) -> None:
+    """More than SGLang's own 20 s: a step of a large batch takes that where other work fills the machine."""
+    (scheduler,) = [proc for proc in engine.tree() if "scheduler" in " ".join(proc.cmdline())]
+    control = EngineControl(engine.url, engine.api_key)
+    scheduler.suspend()
+    try:
+        asked = asyncio.create_task(control.can_generate(timeout=120))
+        done, _ = await asyncio.wait([asked], timeout=30)
+        assert not done
+        scheduler.resume()
+        assert await asked
+    finally:
+        scheduler.resume()
+        await control.close()
+
+
 def cpu_seconds(engine: EngineProcess) -> float:
     ticks = 0
     for proc in engine.tree():
