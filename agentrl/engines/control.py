@@ -41,7 +41,7 @@ def pausing(mode: str = "retract") -> Call:
     Args:
         mode: what becomes of requests in flight. ``retract``: they go back to the queue and their KV
             cache is computed anew with the new weights; ``in_place``: they keep it and go on
-            with it; ``abort``: they return what they have.
+            with it; ``abort``: they return what they have. docs/asynchronous.md says what each means.
     """
     if mode not in PAUSE_MODES:
         raise ValueError(f"pause mode {mode!r}; expected one of {', '.join(PAUSE_MODES)}")
@@ -51,11 +51,6 @@ def pausing(mode: str = "retract") -> Call:
 def continuing() -> Call:
     """Generate again."""
     return "/continue_generation", {"torch_empty_cache": False}
-
-
-def flushing(*, optional: bool = False) -> Call:
-    """Drop the prefix cache. Refused while requests are in flight, which is an error unless ``optional``."""
-    return "/flush_cache", {"optional": optional}
 
 
 BEGIN: Call = ("/begin_weight_update", {})
@@ -69,7 +64,8 @@ def receive(bucket: Bucket, *, version: int | None, flush: bool) -> Call:
 
     Args:
         version: set with this bucket, the last one.
-        flush: drop the prefix cache afterwards; fails while requests run, so not with ``in_place``.
+        flush: drop the prefix cache afterwards, which no request finds any more (:mod:`agentrl.engines.server`); it
+            fails while requests run, so not with ``in_place``.
     """
     return "/update_weights_from_distributed", {
         "names": bucket.names,

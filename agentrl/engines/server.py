@@ -14,6 +14,7 @@ SGLang's server, unchanged, with what a run needs around it:
   a thread that wakes up a hundred times a second;
 - only the model that is served is imported, not SGLang's whole collection (2 s and 100 MB);
 - a scheduler that is paused for new weights sleeps until it is asked for something;
+- requests find in the prefix cache what the weights computed that they are answered by, and no other;
 - tools of a chat request reach the chat template as the client sent them, as they do in training; SGLang would add an
   empty field to each, which a model has never seen;
 - files that SGLang keeps in ``/dev/shm`` are put into the engine's private temporary folder, which is
@@ -28,6 +29,7 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import os
@@ -138,6 +140,54 @@ def sleep_while_paused() -> None:
     Scheduler._record_scheduler_state_for_paused_engine = record_and_sleep
 
 
+def keep_versions_apart() -> None:
+    """What an update of the weights is to SGLang's scheduler, beside the weights.
+
+    - Keys and values in the prefix cache are found only by requests that came after the same update: each update opens
+      a namespace (SGLang's ``extra_key``), which requests that still wait move to. A running one stays in its own: what
+      it leaves there no new request finds. So the cache need not be dropped, which cannot be done with requests in
+      flight, and a request and an update that cross leave nothing of one version in the other.
+    - A token whose step was begun before the update counts as the old version's: with SGLang's overlapped scheduling
+      it is handed out one step later, and SGLang counts the tokens that are handed out.
+    """
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.runtime_context import get_serving
+    from sglang.srt.utils.weight_versions import WeightVersionEvent
+
+    name, change = Scheduler._maybe_namespace_elastic_radix_cache, Scheduler.record_weight_version_change
+    updates = itertools.count(1)
+    namespace = "@0"
+
+    def named(self: Any, request: Any) -> None:
+        name(self, request)
+        request.extra_key = (request.extra_key or "") + namespace
+
+    def changed(self: Any, new_version: str | None) -> None:
+        nonlocal namespace
+        if new_version is None:  # more of this version is to come
+            return
+        known = {request: len(request.weight_version_events) for request in _under_way(self)}
+        old_version = get_serving().weight_version
+        change(self, new_version)
+        if new_version != old_version:
+            for request, events in known.items():
+                del request.weight_version_events[events:]
+                event = WeightVersionEvent(old_version=old_version, num_output_tokens=len(request.output_ids) + 1)
+                request.weight_version_events.append(event)
+        namespace = f"@{next(updates)}"
+        for request in self.waiting_queue:
+            request.extra_key = (request.extra_key or "").rpartition("@")[0] + namespace
+
+    Scheduler._maybe_namespace_elastic_radix_cache = named
+    Scheduler.record_weight_version_change = changed
+
+
+def _under_way(scheduler: Any) -> list[Any]:
+    """Requests of which a step was begun that will give a token, and that token is not handed out yet."""
+    steps = getattr(scheduler, "result_queue", ())
+    return [r for step, _ in steps for r in step.reqs if not r.finished() and r.inflight_middle_chunks <= 0]
+
+
 def redact_keys() -> None:
     """Hide keys where SGLang logs its resolved configuration."""
     from sglang.srt.entrypoints import engine
@@ -189,13 +239,8 @@ def take_calls_in_turn() -> None:
 
     async def in_turn(request: Any) -> Any:
         for path, body in await request.json():
-            if path == "/flush_cache":
-                answer = await http_server.flush_cache(timeout=0.0)
-                if body["optional"]:
-                    continue
-            else:
-                function, kind = calls[path]
-                answer = await function(kind(**body), request)
+            function, kind = calls[path]
+            answer = await function(kind(**body), request)
             if answer.status_code != 200:
                 answer.headers["x-refused"] = path
                 break
@@ -211,6 +256,7 @@ def patch() -> None:
     share_gloo_device()
     keep_shared_files_private()
     sleep_while_paused()
+    keep_versions_apart()
 
 
 def import_sglang(model_path: str) -> None:

@@ -5,8 +5,8 @@
     prepare ─▶ transfer ─▶ verify
        └──────────┴── failure ─▶ settle
 
-``prepare`` is done while engines generate. ``transfer`` pauses each engine, gives it the weights, sets the version,
-drops the prefix cache and continues it, by one of the :mod:`~agentrl.weights.transports`. ``verify`` compares what
+``prepare`` is done while engines generate. ``transfer`` pauses each engine, gives it the weights, sets the version and
+continues it, by one of the :mod:`~agentrl.weights.transports`. ``verify`` compares what
 engines hold.
 
 What holds when :meth:`WeightSync.update` returns or raises, whatever went wrong and wherever:
@@ -31,7 +31,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from agentrl.engines.control import PAUSE_MODES, EngineControl, continuing, flushing, pausing
+from agentrl.engines.control import PAUSE_MODES, EngineControl, continuing, pausing
 from agentrl.engines.pool import SyncFailed, SyncReport
 from agentrl.errors import EngineError, WeightSyncError, first_few
 from agentrl.weights.snapshot import Snapshot
@@ -129,14 +129,13 @@ class WeightSync:
         self, transport: Transport, engines: Sequence[EngineControl], report: SyncReport, *, tried: bool
     ) -> SyncReport:
         snapshot = self._wanted()
-        in_place = self.pause_mode == "in_place"  # then the cache cannot be dropped while requests are in flight
         run = SyncRun(
             snapshot,
             list(engines),
             self.deadlines,
             opening=(pausing(self.pause_mode),),
-            closing=(flushing(optional=True), continuing()) if in_place else (continuing(),),
-            flush=not in_place,
+            closing=(continuing(),),
+            flush=self.pause_mode != "in_place",  # while requests are in flight it would be refused
             report=report,
         )
         overwritten: dict[EngineControl, Checksums] = {}

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentrl.engines.control import EngineControl, flushing
+from agentrl.engines.control import EngineControl
 from agentrl.engines.engine import EngineProcess, EngineSpec
 from agentrl.rollout.policies.sglang import EngineClient, new_rid
 from agentrl.types import Generation, SamplingParams, replace
@@ -59,10 +59,10 @@ async def test_an_answer_does_not_depend_on_batch_prefix_cache_or_interruption(c
 
     alone = []
     for request in given:
-        await control.in_turn([flushing()])
+        await control._post("/flush_cache", {}, timeout=30)
         alone.append(await ask(*request))
     assert sum(a.cached_tokens for a in alone) == 0
-    await control.in_turn([flushing()])
+    await control._post("/flush_cache", {}, timeout=30)
     together = await asyncio.gather(*(ask(*request) for request in given))
     again = list(reversed(await asyncio.gather(*(ask(*request) for request in reversed(given)))))
     assert sum(a.cached_tokens for a in again) > 3000

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +22,10 @@ from agentrl.engines.engine import EngineProcess, EngineSpec
 from agentrl.engines.pool import EnginePool, SyncFailed
 from agentrl.errors import EngineError
 from agentrl.processes.tree import is_running
-from agentrl.rollout.policies.sglang import ROUTING_HEADER
+from agentrl.rollout.policies import sglang
+from agentrl.rollout.policies.sglang import ROUTING_HEADER, EngineClient, new_rid
+from agentrl.rollout.sampling import request_fields
+from agentrl.types import Generation, SamplingParams
 from agentrl.weights.publisher import Publisher
 from agentrl.weights.sender import BroadcastSender, LocalSender
 from agentrl.weights.sync import WeightSync
@@ -234,44 +238,82 @@ async def test_what_the_trainer_does_not_send_and_a_single_changed_value_are_fou
         await control.close()
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
-async def test_requests_in_flight_go_on_with_the_new_weights(
-    engine: EngineProcess, weights: dict[str, torch.Tensor], mode: str, tmp_path: Path
+async def generating(url: str, key: str) -> None:
+    """Returns when a request that was sent last has its first token: those before it are in flight then."""
+    body = {"input_ids": [7], "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}, "stream": True}
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as session,
+        session.post(url + "/generate", json=body, timeout=aiohttp.ClientTimeout(total=120)) as answer,
+    ):
+        await answer.content.readline()
+
+
+def recomputed(model_dir: Path, weights: list[dict[str, torch.Tensor]], ids: list[int], cut: int) -> list[float]:
+    """Log-probability of each id but the first, by the last of the weights over the keys and values that the first
+    computed of ``ids[:cut]``."""
+    from transformers import DynamicCache, Qwen3ForCausalLM
+
+    model, cache, found = Qwen3ForCausalLM.from_pretrained(model_dir), DynamicCache(), []
+    for state, part in ((weights[0], ids[:cut]), (weights[-1], ids[cut:])):
+        if part:
+            model.load_state_dict(state, strict=False)  # the output layer is the embedding
+            with torch.no_grad():
+                found.append(model(torch.tensor([part]), past_key_values=cache).logits[0].log_softmax(-1))
+    return torch.cat(found)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].tolist()
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+async def test_every_token_has_the_log_probability_of_its_version(
+    engine: EngineProcess,
+    weights: dict[str, torch.Tensor],
+    tiny_model: Path,
+    mode: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Of a request in flight at an update, of which all tokens come back; of the next turn; and of a new request."""
+    monkeypatch.setattr(sglang, "_sampling_json", lambda params: {**request_fields(params), "ignore_eos": True})
     control = EngineControl(engine.url, engine.api_key)
     trainer = Trainer(weights, tmp_path, pause_mode=mode)
-    try:
-        await trainer.bring(control, 1)
-        running = [asyncio.create_task(generate(engine.url, engine.api_key, n=600)) for _ in range(2)]
-        await asyncio.sleep(0.7)
-        assert not any(task.done() for task in running)
-        change(weights)
-        await trainer.bring(control, 2)
-        for answer in await asyncio.gather(*running):
-            assert len(answer["output_ids"]) == len(logprobs(answer)) == 600
-            spans = answer["meta_info"]["weight_versions"]
-            assert [span["version"] for span in spans] == ["1", "2"]
-            assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 600)
-    finally:
-        await trainer.close()
-        await control.close()
+    prompt, ids = [3 + i * 7 % 490 for i in range(64)], [5 + i * 11 % 490 for i in range(64)]
+    before = {name: tensor.clone() for name, tensor in weights.items()}
 
+    def close(found: Generation, ids: list[int], weights: list[dict[str, torch.Tensor]], cut: int) -> np.ndarray:
+        expected = recomputed(tiny_model, weights, [*ids, *found.tokens.tolist()], cut)[len(ids) - 1 :]
+        return np.abs(found.logprobs - np.array(expected)) < 1e-4
 
-async def test_an_aborted_request_returns_what_it_has(
-    engine: EngineProcess, weights: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
-    control = EngineControl(engine.url, engine.api_key)
-    trainer = Trainer(weights, tmp_path, pause_mode="abort", verify=False)
-    try:
-        running = asyncio.create_task(generate(engine.url, engine.api_key, n=3000))
-        await asyncio.sleep(0.7)
-        await trainer.bring(control, 3)
-        answer = await running
-        assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-        assert 0 < len(answer["output_ids"]) < 3000
-    finally:
-        await trainer.close()
-        await control.close()
+    async with EngineClient(engine.url, engine.api_key) as client:
+
+        async def ask(ids: list[int], n: int) -> Generation:
+            given, params = np.array(ids, np.int32), SamplingParams(max_new_tokens=n)
+            return await client.generate(given, params, rid=new_rid(), routing_key="k", timeout=120)
+
+        try:
+            await trainer.bring(control, 1)
+            await ask(prompt, 1)  # now the cache has it
+            running = asyncio.create_task(ask(ids, 600))
+            await generating(engine.url, engine.api_key)
+            change(weights)
+            await trainer.bring(control, 2)
+            new = await ask(prompt, 8)
+            assert new.cached_tokens == 0 and close(new, prompt, [weights], 0).all(), "old weights leave nothing"
+            assert (await ask(prompt, 8)).cached_tokens == len(prompt) - 1
+
+            answer = await running
+            old = int((answer.versions == 1).sum())
+            assert len(answer.tokens) == 600 and 0 < old < 600 and (np.diff(answer.versions) >= 0).all()
+            assert close(answer, ids, [before], 0)[:old].all()
+            anew, kept = close(answer, ids, [weights], 0), close(answer, ids, [before, weights], len(ids) + old - 1)
+            (right, other) = (kept, anew) if mode == "in_place" else (anew, kept)
+            assert right[old:].all() and other[old:].mean() < 0.5
+
+            turn = [*ids, *answer.tokens.tolist(), 9, 8]
+            after = await ask(turn, 8)
+            assert close(after, turn, [weights], 0).all()
+            assert after.cached_tokens == (0 if mode == "in_place" else len(turn) - 3)
+        finally:
+            await trainer.close()
+            await control.close()
 
 
 async def test_a_sender_that_dies_in_a_sync_leaves_the_engine_running(
