@@ -212,13 +212,13 @@ class Algorithm:
                 )
             columns[name] = np.where(batch.loss_mask == 1, values, 0).astype(np.float32)
         if (in_loss := overlong.in_loss(batch, self.options)) is not None:
-            columns["in_loss"] = in_loss
+            columns["in_loss"] = in_loss * batch.in_loss
         return columns
 
     def metrics(self, batch: TrainBatch) -> dict[str, float]:
         """Of a batch with what :meth:`prepare` gave: what the correction did, and the share left out as truncated."""
         metrics = importance.correction_metrics(batch, self.options)
-        if "in_loss" in batch.columns:
+        if self.options.overlong_handling == "mask":
             metrics["train/overlong_masked"] = float(batch.truncated.mean())
         return metrics
 

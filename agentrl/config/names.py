@@ -17,7 +17,6 @@ NOT_AVAILABLE = {
     "offload-train": _ONE_SET_OF_DEVICES,
     "offload-rollout": _ONE_SET_OF_DEVICES,
     "buffer-filter-path": "choosing from the buffer by a filter",
-    "partial-rollout": "finishing an episode in a later rollout",
     "use-opd": "on-policy distillation",
     "group-rm": "a reward that sees a whole group",
     "custom-reward-post-process-path": "changing rewards between scoring and training",

@@ -312,8 +312,15 @@ class LoopOptions:
     group differ), `success_band=LOW,HIGH` (its share of successes is in the band), or a function of your own,
     `module:function` or `file.py:function`, that takes a group and says whether to keep it."""
     over_sampling_batch_size: Positive | None = None
-    """Tasks that are handed out at once for a rollout with --dynamic-sampling-filter-path; unset: as many as it has.
-    What is left over when the rollout is full is played again later."""
+    """Tasks that are handed out at once for a rollout with --dynamic-sampling-filter-path, or are in play with
+    --partial-rollout; unset: as many as it has. What is left over when the rollout is full is played again later, or,
+    with --partial-rollout, goes on."""
+    partial_rollout: bool = False
+    """End a rollout as soon as enough of --over-sampling-batch-size tasks have finished. Episodes of the others go on,
+    in their environments, and later rollouts take them first (docs/asynchronous.md)."""
+    mask_offpolicy_in_partial_rollout: bool = False
+    """With --partial-rollout leave tokens out of the loss that are older than --async-buffer-size and
+    --update-weights-interval make them: those sampled before the weights of their rollout."""
     global_batch_size: Positive | None = None
     """Episodes of one optimizer step. The rule is exact: rollout_batch_size × n_samples_per_prompt =
     global_batch_size × num_steps_per_rollout; unset, it follows from it."""
@@ -350,12 +357,13 @@ class AsyncOptions:
     """Rollouts trained on between two updates of the engines' weights. They are also updated before an evaluation."""
     max_staleness: Count | None = None
     """How many versions older than the trainer's the weights may be that sampled a token which is trained on; checked
-    when a batch is made, and older groups are played again. Unset: as old as --async-buffer-size and
-    --update-weights-interval let them become, which is their sum less one."""
+    when a batch is made, and older groups are played again; with --partial-rollout a rollout waits for groups that
+    would become too old. Unset: as old as --async-buffer-size and --update-weights-interval let them become, which is
+    their sum less one, and with --partial-rollout as old as they are."""
 
     @property
     def oldest_version(self) -> int:
-        """How many versions old a token can be that an undisturbed run trains on."""
+        """How many versions old a token can be that an undisturbed run trains on, without --partial-rollout."""
         return self.async_buffer_size + self.update_weights_interval - 1
 
 

@@ -380,15 +380,30 @@ def _filtered(config: Config) -> Iterator[str]:
             f"--over-sampling-batch-size {at_once} is less than --rollout-batch-size {config.rollout_batch_size}: it "
             "is the number of tasks handed out at once to fill a rollout."
         )
+    if config.partial_rollout and (at_once or 0) <= config.rollout_batch_size:
+        yield (
+            f"--partial-rollout needs an --over-sampling-batch-size above --rollout-batch-size "
+            f"{config.rollout_batch_size}, such as {2 * config.rollout_batch_size}: a rollout ends when the first "
+            f"{config.rollout_batch_size} tasks of so many have finished."
+        )
 
 
 def _asynchronous(config: Config) -> Iterator[str]:
     ahead, interval, limit = config.async_buffer_size, config.update_weights_interval, config.max_staleness
-    if limit is not None and limit < config.oldest_version:
+    oldest, sizes = config.oldest_version, f"--async-buffer-size {ahead} and --update-weights-interval {interval}"
+    if config.partial_rollout:  # what is in play at once is taken by so many rollouts
+        at_once = config.over_sampling_batch_size or config.rollout_batch_size
+        oldest += math.ceil(at_once / config.rollout_batch_size) - 1
+        sizes += f", and --over-sampling-batch-size {at_once} in rollouts of {config.rollout_batch_size},"
+    if limit is not None and limit < oldest:
         yield (
-            f"--max-staleness {limit} would have rollouts played again: with --async-buffer-size {ahead} and "
-            f"--update-weights-interval {interval} tokens become {config.oldest_version} versions old. Give at least "
-            "that, or a smaller buffer or interval."
+            f"--max-staleness {limit} would have rollouts played again: with {sizes} tokens become {oldest} versions "
+            "old. Give at least that, or a smaller buffer or interval."
+        )
+    if config.deterministic and config.partial_rollout:
+        yield (
+            "--partial-rollout and --deterministic exclude each other: which episodes are trained on depends on how "
+            "long they take."
         )
     if config.deterministic and ahead:
         yield (
@@ -440,10 +455,11 @@ _NEEDS: dict[str, tuple[Callable[[Config], bool], tuple[str, ...]]] = {
     ),
     "--advantage-estimator ppo": (lambda c: _has_critic(c), ("lambd", *_CRITIC)),
     "--loss-type sft_loss": (lambda c: c.is_supervised, ("train_data", "sft_from", "sft_min_reward", "eval_data")),
-    "--dynamic-sampling-filter-path": (
-        lambda c: c.dynamic_sampling_filter_path is not None,
+    "--dynamic-sampling-filter-path or --partial-rollout": (
+        lambda c: c.dynamic_sampling_filter_path is not None or c.partial_rollout,
         ("over_sampling_batch_size",),
     ),
+    "--partial-rollout": (lambda c: c.partial_rollout, ("mask_offpolicy_in_partial_rollout",)),
     "--use-wandb": (lambda c: c.use_wandb, ("wandb_project",)),
     "--lr-decay-style linear, cosine, inverse-square-root or WSD": (
         lambda c: c.lr_decay_style != "constant",

@@ -6,6 +6,7 @@ different times; here they must agree.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -42,8 +43,11 @@ def audit(run: Path, *, least_success: float | None = None) -> list[str]:
     problems += _metrics(metrics, steps)
     cfg = Config.from_dict(read_run_config(run))
     if not cfg.is_supervised:  # nothing is played there
-        oldest = cfg.oldest_version if cfg.max_staleness is None else cfg.max_staleness
-        problems += _episodes(TrajectoryStore(run / "trajectories", read_only=True), steps, state, oldest)
+        oldest = math.inf if cfg.partial_rollout else float(cfg.oldest_version)
+        if cfg.max_staleness is not None:
+            oldest = cfg.max_staleness
+        store = TrajectoryStore(run / "trajectories", read_only=True)
+        problems += _episodes(store, steps, state, oldest, in_order=not cfg.partial_rollout)
     problems += [
         f"left over: {path.relative_to(run)}" for path in sorted(run.rglob("*")) if path.name.endswith(UNFINISHED)
     ]
@@ -69,9 +73,11 @@ def _metrics(metrics: Iterable[Mapping[str, Any]], steps: range) -> list[str]:
     return [f"metrics.jsonl: {', '.join(said) or 'steps out of order'}"]
 
 
-def _episodes(store: TrajectoryStore, steps: range, state: Mapping[str, Any], oldest: int) -> list[str]:
-    """Every task that was handed out is trained once, open or dropped; versions of weights never go back, and are at
-    most ``oldest`` behind."""
+def _episodes(
+    store: TrajectoryStore, steps: range, state: Mapping[str, Any], oldest: float, *, in_order: bool
+) -> list[str]:
+    """Every task that was handed out is trained once, open or dropped; versions of weights never go back, from rollout
+    to rollout if they are ``in_order``, and are at most ``oldest`` behind."""
     problems = []
     trained_in: dict[str, set[int]] = defaultdict(set)
     groups_of: dict[str, set[str]] = defaultdict(set)
@@ -101,7 +107,7 @@ def _episodes(store: TrajectoryStore, steps: range, state: Mapping[str, Any], ol
                     latest = max(latest, int(versions.max()))
         except AgentRLError as error:
             problems.append(str(error))
-        if -1 < latest < newest:
+        if in_order and -1 < latest < newest:
             problems.append(f"rollout {step} was sampled by older weights than one before it")
         newest = max(newest, latest)
     problems += _once("group", "rollouts", trained_in)

@@ -75,3 +75,44 @@ class Dispatcher:
             for task in playing:
                 task.cancel()
             await asyncio.gather(*playing, return_exceptions=True)
+
+
+class Carried:
+    """Groups that may outlive the rollout that they were handed out for (``--partial-rollout``): in play, or finished
+    and not taken yet. Their episodes go on, in their environments, until somebody takes them.
+
+    Args:
+        play: plays the episodes of a group.
+    """
+
+    def __init__(self, play: Callable[[PendingGroup], Coroutine[Any, Any, Group]]):
+        self._play = play
+        self._begun: dict[asyncio.Task[Group], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._begun)
+
+    def begin(self, groups: Iterable[PendingGroup], step: int) -> None:
+        """Play these, handed out for the rollout ``step``."""
+        self._begun.update((asyncio.create_task(self._play(pending)), step) for pending in groups)
+
+    async def take(self, number: int, *, due: float) -> list[tuple[Group, int]]:
+        """Groups that have finished, in the order they were handed out, and the rollout each was begun for: ``number``
+        of them, as soon as there are so many and none is in play that was begun for rollout ``due`` or before. Fewer
+        when there are no more."""
+        while True:
+            playing = [task for task in self._begun if not task.done()]
+            enough = len(self) - len(playing) >= number
+            if not playing or (enough and all(self._begun[task] > due for task in playing)):
+                break
+            await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)
+        finished = [task for task in self._begun if task.done()][:number]
+        return [(task.result(), self._begun.pop(task)) for task in finished]
+
+    async def close(self, seconds: float) -> None:
+        """End what is in play, in so many seconds at most. Its tasks are still in flight for the account."""
+        playing, self._begun = list(self._begun), {}
+        for task in playing:
+            task.cancel()
+        if playing:
+            await asyncio.wait(playing, timeout=seconds)

@@ -81,6 +81,7 @@ async def training_loop(
                 version=step,
                 keep=bool(cfg.store_train_tokens),
                 critic_only="values" in algorithm.needs and step < cfg.num_critic_only_steps,
+                oldest=cfg.oldest_version if cfg.mask_offpolicy_in_partial_rollout else None,
             )
             await rollout.mark_trained(columns)
             await evaluation.done()
@@ -156,18 +157,23 @@ async def train(
     version: int,
     keep: bool,
     critic_only: bool = False,
+    oldest: int | None = None,
 ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """Train weights of this ``version`` on a batch; metrics, and the columns it was trained with: all with ``keep``,
-    else ``advantage``."""
+    else ``advantage``. Tokens more than ``oldest`` versions old are left out of the loss."""
     began, batch = time.monotonic(), await trainer.fetch(reference)
     inferred = await trainer.infer(reference, algorithm.infers(batch.steps(trainer.num_steps)))
-    inferred_at, batch = time.monotonic(), batch.with_columns(**inferred)
+    inferred_at, age = time.monotonic(), np.where(batch.loss_mask == 1, version - batch["versions"], 0)
+    columns = inferred | {"age": age.astype(np.int32)}
+    if oldest is not None:
+        columns["in_loss"] = (age <= oldest).astype(np.uint8)
+    batch = batch.with_columns(**columns)
     given = await asyncio.to_thread(algorithm.prepare, batch)
     batch = batch.with_columns(**given)
-    age = np.where(batch.loss_mask == 1, version - batch["versions"], 0).astype(np.int32)
-    columns = inferred | given | {"age": age}
-    metrics, kept = await trainer.update(reference, columns, keep=keep, critic_only=critic_only)
+    metrics, kept = await trainer.update(reference, columns | given, keep=keep, critic_only=critic_only)
     metrics |= algorithm.metrics(batch)
+    if oldest is not None:
+        metrics["train/offpolicy_masked"] = float((age > oldest).sum() / max(batch.num_sampled, 1))
     metrics["time/log_probs"] = inferred_at - began
     metrics["rollout/zero_variance"] = zero_variance_fraction(batch)
     return metrics, inferred | given | kept if keep else {"advantage": given["advantage"]}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -31,10 +32,10 @@ from agentrl.engines.world import SHARED, World
 from agentrl.envs.registry import make_env
 from agentrl.evaluation.heldout import HeldOutSet, held_out_environments, held_out_sets
 from agentrl.orchestrator.ahead import Ahead
-from agentrl.orchestrator.dispatcher import Dispatcher
+from agentrl.orchestrator.dispatcher import Carried, Dispatcher
 from agentrl.orchestrator.engine_service import EPISODES_END_S, EngineService, weight_sync
 from agentrl.orchestrator.evaluator import Evaluator
-from agentrl.orchestrator.metrics import rollout_metrics, stale_metrics
+from agentrl.orchestrator.metrics import apart, rollout_metrics
 from agentrl.orchestrator.notices import lost_episodes
 from agentrl.orchestrator.sink import Rollout, Sink
 from agentrl.orchestrator.tally import Tally, name_of_rollout
@@ -185,10 +186,13 @@ class RolloutManager:
             store=self.store,
             size=cfg.rollout_batch_size,
             keep=load_filter(keep) if keep else None,
-            at_once=at_once,
+            at_once=cfg.rollout_batch_size if cfg.partial_rollout else at_once,
             max_staleness=cfg.max_staleness,
         )
-        self.rollouts = Ahead(self._collect, ahead=cfg.async_buffer_size, end=cfg.num_rollout)
+        self.carried, self._spare = Carried(self._play), at_once - cfg.rollout_batch_size
+        self._in_turn = asyncio.Lock()
+        collect = self._collect_in_turn if cfg.partial_rollout else self._collect
+        self.rollouts = Ahead(collect, ahead=cfg.async_buffer_size, end=cfg.num_rollout)
         self._rollout_of: dict[str, str] = {}
         self._since: tuple[float, Mapping[str, float]] = time.monotonic(), Counter()
         self.evaluator = Evaluator(
@@ -203,7 +207,8 @@ class RolloutManager:
         )
 
     async def _play(self, pending: PendingGroup) -> Group:
-        count = partial(self.tally.add, self._rollout_of[pending.group_id])
+        name = self._rollout_of.get(pending.group_id)  # none where it is known only when the group is taken
+        count = None if name is None else partial(self.tally.add, name)
         return await self.runner.run_group(
             pending.task, self.cfg.n_samples_per_prompt, pending.group_id, on_trajectory=count
         )
@@ -231,7 +236,7 @@ class RolloutManager:
 
         self.tally.end(name_of_rollout(step - 1))
         began = time.monotonic()
-        if not self.cfg.async_buffer_size:
+        if not (self.cfg.async_buffer_size or self.cfg.partial_rollout):
             self._since = began, self.workers.metrics()
         rollout = await self.engines.unless_broken(asyncio.ensure_future(self.rollouts.take(step)))
         collected = await self.sink.take(rollout)
@@ -242,7 +247,8 @@ class RolloutManager:
         self._since, seconds = (now, after), min(rollout.seconds, now - since)
         groups = [*collected.lost, *collected.filtered, *collected.groups]
         metrics = rollout_metrics(groups, seconds, step)
-        metrics |= stale_metrics(collected.stale)
+        metrics |= apart("rollout/stale", collected.stale)
+        metrics |= apart("rollout/carried", [g for g in collected.groups if g.group_id in rollout.carried])
         if self.sink.keep is not None:
             metrics["rollout/filtered"] = float(len(collected.filtered))
         metrics |= {"time/rollout_wait": now - began, "data/rollouts_ahead": float(self.rollouts.ready)}
@@ -257,23 +263,57 @@ class RolloutManager:
 
     async def _collect(self, step: int) -> Rollout:
         """Hand out tasks, and others for those that die, until there is a rollout or there are no more."""
-        rollout, name, began = self.sink.begin(step), name_of_rollout(step), time.monotonic()
+        rollout, began = self.sink.begin(step), time.monotonic()
+        play = self._play_first if self.cfg.partial_rollout else self._play_all
         log.info("rollout %d begins", step)
         done = False
         while not done:
             wanted, suspects = self.sink.at_once, max(1, self.sink.at_once // 2)
-            while drawn := self.dispatcher.draw(wanted, suspects=suspects):
-                rollout.expect(drawn)
-                self.tally.begin(name, len(drawn) * self.cfg.n_samples_per_prompt)
-                self._rollout_of.update((pending.group_id, name) for pending in drawn)
-                async with contextlib.aclosing(self.dispatcher.play(drawn)) as finished:
-                    async for group in finished:
-                        del self._rollout_of[group.group_id]
-                        rollout.add(group)
+            while await play(rollout, wanted, suspects):
                 wanted, suspects = await rollout.wanted(), 0
             done = await rollout.settle()
         rollout.seconds = time.monotonic() - began
         return rollout
+
+    async def _collect_in_turn(self, step: int) -> Rollout:
+        """One rollout after the other, since each takes what has finished."""
+        async with self._in_turn:
+            return await self._collect(step)
+
+    async def _play_all(self, rollout: Rollout, wanted: int, suspects: int) -> bool:
+        """So many groups more, to their end. Whether there were any."""
+        drawn, name = self.dispatcher.draw(wanted, suspects=suspects), name_of_rollout(rollout.step)
+        if not drawn:
+            return False
+        rollout.expect(drawn)
+        self.tally.begin(name, len(drawn) * self.cfg.n_samples_per_prompt)
+        self._rollout_of.update((pending.group_id, name) for pending in drawn)
+        async with contextlib.aclosing(self.dispatcher.play(drawn)) as finished:
+            async for group in finished:
+                del self._rollout_of[group.group_id]
+                rollout.add(group)
+        return True
+
+    async def _play_first(self, rollout: Rollout, wanted: int, suspects: int) -> bool:
+        """So many groups more, those that finish first, while others go on (``--partial-rollout``). Whether there were
+        any."""
+        if not wanted:
+            return False
+        name, limit = name_of_rollout(rollout.step), self.cfg.max_staleness
+        self.tally.begin(name, wanted * self.cfg.n_samples_per_prompt)
+        missing = wanted + self._spare - len(self.carried)
+        self.carried.begin(self.dispatcher.draw(missing, suspects=suspects), rollout.step)
+        # What was begun for this rollout or before it would be too old for the next one.
+        due = -math.inf if limit is None else rollout.step + self.cfg.oldest_version - limit
+        taken = await self.carried.take(wanted, due=due)
+        rollout.expect(group for group, _ in taken)
+        for group, begun in taken:
+            rollout.add(group)
+            if begun < rollout.step:
+                rollout.carried.add(group.group_id)
+            for trajectory in group.trajectories:
+                self.tally.add(name, trajectory)
+        return bool(taken)
 
     async def peek(self, what: str) -> tuple[dict[str, int], Trajectory | None]:
         """How far the rollout or the evaluation of this name is; once, the first episode of the run."""
@@ -311,6 +351,7 @@ class RolloutManager:
         await self.engines.end_episodes()
         if hasattr(self, "runner"):
             await self.rollouts.close(EPISODES_END_S)
+            await self.carried.close(EPISODES_END_S)
             await self.runner.close()
             await self.workers.close()
         await self.engines.pool.stop()

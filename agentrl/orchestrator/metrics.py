@@ -53,16 +53,13 @@ def rollout_metrics(groups: Sequence[Group], seconds: float, version: int) -> di
     return metrics | _of_agents(scored)
 
 
-def stale_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What was played and is too old to be trained on: episodes, and the mean of their lengths, so that a bias towards
-    short ones shows."""
+def apart(name: str, groups: Sequence[Group]) -> dict[str, float]:
+    """Groups with a fate of their own, such as ``rollout/stale``: how many episodes, and the mean of their lengths, so
+    that a bias towards short ones shows."""
     if not groups:
         return {}
     episodes = by_episode([t for group in groups for t in group.trajectories])
-    return {
-        "rollout/stale": float(len(episodes)),
-        "rollout/stale_tokens": _mean([sum(t.num_tokens for t in e) for e in episodes]),
-    }
+    return {name: float(len(episodes)), f"{name}_tokens": _mean([sum(t.num_tokens for t in e) for e in episodes])}
 
 
 def _of_agents(trajectories: Sequence[Trajectory]) -> dict[str, float]:

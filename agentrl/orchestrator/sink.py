@@ -157,6 +157,8 @@ class Rollout:
         self.sink, self.step = sink, step
         self.seconds = 0.0
         """How long it was played."""
+        self.carried: set[str] = set()
+        """Ids of groups that were begun for an earlier rollout (``--partial-rollout``)."""
         self.lost: list[Group] = []
         self.filtered: list[Group] = []
         self.notes: list[str] = []
@@ -170,7 +172,7 @@ class Rollout:
         self._dead: list[Group] = []
         self._fruitless = 0
 
-    def expect(self, groups: Iterable[PendingGroup]) -> None:
+    def expect(self, groups: Iterable[PendingGroup | Group]) -> None:
         """These are handed out, in this order, which is theirs in the batch."""
         self._order = {each.group_id: place for place, each in enumerate(groups)}
 

@@ -24,7 +24,7 @@ from agentrl.envs.registry import make_env
 from agentrl.evaluation.heldout import held_out_sets
 from agentrl.evaluation.metrics import summarize
 from agentrl.orchestrator import engine_service, loop, manager
-from agentrl.orchestrator.metrics import rollout_metrics, stale_metrics
+from agentrl.orchestrator.metrics import apart, rollout_metrics
 from agentrl.rollout.episode import EpisodeLimits, run_episode
 from agentrl.rollout.policies.scripted import ScriptedClient
 from agentrl.rollout.template.chat import ChatTemplate
@@ -62,7 +62,8 @@ def test_metrics(groups):
     loss = pytest.importorskip("agentrl.trainer.losses")
     from agentrl.trainer import agreement
 
-    rollout = set(rollout_metrics(groups, 1.0, 0) | stale_metrics(groups)) | {"rollout/zero_variance"}
+    rollout = set(rollout_metrics(groups, 1.0, 0)) | {"rollout/zero_variance"}
+    rollout |= {name for kind in ("stale", "carried") for name in apart(f"rollout/{kind}", groups)}
     rollout = {re.sub(r"/reward/.*", "/reward/<part>", re.sub(r"/stop/.*", "/stop/<reason>", n)) for n in rollout}
     options = AlgorithmOptions(use_kl_loss=True, entropy_coef=0.1, use_opsm=True)
     columns = dict.fromkeys(("advantage", "rollout", "ref", "weight", "opsm_masked"), np.zeros(0))
@@ -76,6 +77,7 @@ def test_metrics(groups):
     for module in (base, importance):
         trained |= set(re.findall(r'"(train/\w+)"', inspect.getsource(module)))
     trained |= set(re.findall(r'f?"(train/\w+(?:/age_)?)', inspect.getsource(agreement.by_age).replace("{age}", "")))
+    trained |= set(re.findall(r'"(train/\w+)"\] =', inspect.getsource(loop)))
     trained = {f"{name}<n>" if name.endswith("/age_") else name for name in trained}
     source = inspect.getsource(manager)
     (counters,) = re.findall(r'f"engine/\{k\}".*? for k in \(([^)]*)\)', source)
