@@ -131,9 +131,15 @@ class Progress:
         self.success.append((step, success))
         self.log(Text(f"[{clock(self.elapsed)}] {line}", style="bold"))
 
-    def counted(self, done: int, total: int) -> None:
-        """How many episodes of the stage at hand have ended. Without a terminal, a line now and then."""
+    def counted(self, done: int, total: int, away: str = "") -> None:
+        """How many episodes of the stage at hand have ended. Without a terminal, a line now and then.
+
+        Args:
+            away: the server for which those that have not begun wait.
+        """
         self.detail = f"{done} of {total} episodes" if total else ""
+        if away:
+            self.detail += f", no more begin: {away}"
         if self._live is None and total and time.monotonic() >= self._counted_at + COUNT_SECONDS:
             self._counted_at = time.monotonic()
             self.console.print(f"[{clock(self.elapsed)}] {self.stage_name}: {self.detail}", markup=False)

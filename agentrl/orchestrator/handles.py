@@ -221,8 +221,8 @@ class RolloutHandle:
         try:
             while not waiting.done():
                 await asyncio.wait([waiting], timeout=POLL_S)
-                counted, example = (await within(what, self.deadline, self.manager.peek.remote(what)))[0]
-                progress.counted(counted["done"], counted["total"])
+                counted, example, away = (await within(what, self.deadline, self.manager.peek.remote(what)))[0]
+                progress.counted(counted["done"], counted["total"], away)
                 if example is not None:
                     progress.first_episode(example)
         finally:

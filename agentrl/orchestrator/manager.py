@@ -315,9 +315,10 @@ class RolloutManager:
                 self.tally.add(name, trajectory)
         return bool(taken)
 
-    async def peek(self, what: str) -> tuple[dict[str, int], Trajectory | None]:
-        """How far the rollout or the evaluation of this name is; once, the first episode of the run."""
-        return self.tally.peek(what)
+    async def peek(self, what: str) -> tuple[dict[str, int], Trajectory | None, str]:
+        """How far the rollout or the evaluation of this name is; once, the first episode of the run; what server of
+        tools is away."""
+        return *self.tally.peek(what), await self.workers.what_is_away()
 
     async def pulse(self, seconds: float, stall: float) -> Pulse:
         """After ``seconds``, how this process is, from another event loop; see :mod:`agentrl.orchestrator.watch`."""

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from agentrl.concurrency.backend import Backend
 from agentrl.config.schema import Config
 from agentrl.data.files import to_json
 from agentrl.envs.registry import make_env
@@ -49,6 +50,8 @@ END_S = 12.0
 """Time for the environments of episodes that are ended to close, each of which has 10 s."""
 START_S = 300.0
 """Time for a worker to start."""
+ASK_S = 1.0
+"""Time for a worker to say how it is."""
 
 
 class Setting(NamedTuple):
@@ -71,6 +74,10 @@ class Workers(Protocol):
 
     def metrics(self) -> Mapping[str, float]:
         """Totals since the start of the run: those of the clients, and ``replayed`` groups."""
+        ...
+
+    async def what_is_away(self) -> str:
+        """The servers of tools for which episodes wait, for a person; empty where all are there."""
         ...
 
     async def close(self) -> None:
@@ -105,6 +112,10 @@ class InProcess:
     def metrics(self) -> Mapping[str, float]:
         """See :class:`Workers`."""
         return {"replayed": 0.0, **self._client.metrics()}
+
+    async def what_is_away(self) -> str:
+        """See :class:`Workers`."""
+        return Backend.what_is_away()
 
     async def close(self) -> None:
         """See :class:`Workers`."""
@@ -197,6 +208,10 @@ class RolloutWorker:
         runner = self._runners.pop(name, None)
         if runner is not None:
             await runner.close()
+
+    async def what_is_away(self) -> str:
+        """See :class:`Workers`."""
+        return Backend.what_is_away()
 
     async def lag(self) -> dict[str, float]:
         """The event loop's lag, seconds, over the last minutes."""
@@ -441,6 +456,10 @@ class WorkerPool:
         """See :class:`Workers`."""
         return _sum(self._past, *(place.counted for place in self._places))
 
+    async def what_is_away(self) -> str:
+        """See :class:`Workers`; the first worker's word."""
+        return next((said for said in await self.each("what_is_away", seconds=ASK_S) if said), "")
+
     async def play(
         self, setting: bytes, task: Task, n: int, group_id: str, indices: Sequence[int] | None
     ) -> list[Trajectory]:
@@ -524,12 +543,12 @@ class WorkerPool:
             except AgentRLError as error:
                 said = str(error)
 
-    async def each(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of all workers that are there, within :data:`END_S`; what they return."""
+    async def each(self, method: str, *args: Any, seconds: float = END_S) -> list[Any]:
+        """Call a method of all workers that are there, within so many seconds; what they return."""
 
         async def one(worker: Worker) -> Any:
             with contextlib.suppress(AgentRLError, TimeoutError):
-                async with asyncio.timeout(END_S):
+                async with asyncio.timeout(seconds):
                     return await worker.call(method, *args)
 
         return await asyncio.gather(*(one(place.worker) for place in self._places if place.worker))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import random
 import threading
@@ -11,15 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from agentrl.concurrency.backend import Backend
 from agentrl.errors import ConfigError, InfraError
 from agentrl.retrieval.bm25 import Hit, Index
 from agentrl.retrieval.corpus import parse_passage
 from agentrl.values import check_number
 
-log = logging.getLogger(__name__)
-
 _SAID_AFTER = 2
-"""Retries of one search before the log says that the server is away: under load some searches are sent again."""
+"""Retries of one search before the server counts as away: under load some searches are sent again."""
 
 LONGEST_PAUSE = 10.0
 """Seconds between two attempts to reach a server that is away, at most (half as many again with jitter)."""
@@ -85,7 +83,8 @@ class HttpRetriever:
     {"id", "contents"}, "score"}, ...] per query]}``; documents without scores are accepted too.
 
     A server that is away is waited for: connection errors, timeouts and answers 429 and 5xx are tried again, with
-    pauses that double up to :data:`LONGEST_PAUSE` seconds, until ``patience`` is over.
+    pauses that double up to :data:`LONGEST_PAUSE` seconds, until ``patience`` is over. Meanwhile no episode begins
+    (:class:`~agentrl.concurrency.backend.Backend`).
 
     Args:
         url: the server, with or without ``/retrieve``. It comes from the configuration, never from a model.
@@ -122,7 +121,7 @@ class HttpRetriever:
         self.patience = patience + timeout
         self._slots = threading.BoundedSemaphore(max_connections)
         self._of_thread = threading.local()
-        self._away_since: float | None = None
+        self._backend = Backend(f"the retrieval server {self.url}", self._probe, patience=patience)
         # Not compressed: a small answer could then become a very large one.
         headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
         self._client = httpx.Client(
@@ -153,7 +152,7 @@ class HttpRetriever:
                 break
             try:
                 hits = _hits_of(self._asked(payload), len(payload["queries"]), topk, self.url)
-                self._is_back()
+                self._backend.up()
                 return hits
             except _NoAnswer as error:
                 problem = str(error)
@@ -161,8 +160,8 @@ class HttpRetriever:
                     break
             finally:
                 self._slots.release()
-            if self.retries == _SAID_AFTER:
-                self._is_away(problem)
+            if self.retries >= _SAID_AFTER:
+                self._backend.down(problem)
             seconds = pause * random.uniform(0.5, 1.5)
             if time.monotonic() + seconds >= deadline:
                 break
@@ -195,20 +194,16 @@ class HttpRetriever:
             raise _NoAnswer(f"HTTP {status}: {text}", passing=status == 429 or status >= 500)
         return bytes(body)
 
-    def _is_away(self, problem: str) -> None:
-        if self._away_since is None:
-            self._away_since = time.monotonic()
-            log.warning(
-                "the retrieval server %s is away (%s): waiting up to %g s for it", self.url, problem, self._wait
-            )
-
-    def _is_back(self) -> None:
-        since, self._away_since = self._away_since, None
-        if since is not None:
-            log.warning("the retrieval server %s is back after %.0f s", self.url, time.monotonic() - since)
+    def _probe(self) -> None:
+        try:
+            self._asked({"queries": ["."], "topk": 1, "return_scores": True})
+        except _NoAnswer as error:
+            if error.passing:
+                raise
 
     def close(self) -> None:
         """Close the connections."""
+        self._backend.up()
         self._client.close()
 
 

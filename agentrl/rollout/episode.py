@@ -13,6 +13,7 @@ from typing import Any, Generic
 
 import gymnasium
 
+from agentrl.concurrency.backend import Backend
 from agentrl.concurrency.clock import Clock, OutOfTime
 from agentrl.concurrency.event_loop import attend
 from agentrl.concurrency.threads import await_user_code, own_thread
@@ -429,7 +430,9 @@ class Episode(Generic[Client]):
         try:
             return await self.clock.within(seconds, await_user_code(self._functions[name](*args, **kwargs)))
         except OutOfTime:
-            if name == "step" and seconds == left:
+            if away := Backend.what_is_away():
+                self._end = EpisodeEnd(StopReason.TOOL_ERROR, away)
+            elif name == "step" and seconds == left:
                 self._end = self._out_of_time()
             else:
                 text = f"{type(self.env).__name__}.{name} did not return within {seconds:.1f} s"

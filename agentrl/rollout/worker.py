@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import gymnasium
 import numpy as np
 
+from agentrl.concurrency.backend import Backend
 from agentrl.concurrency.pace import Pace
 from agentrl.concurrency.threads import OwnThread, belongs_to, own_thread, release_thread
 from agentrl.concurrency.together import together
@@ -123,6 +124,7 @@ class EpisodeRunner(Generic[Client]):
 
         Raises:
             LedgerError: a defect of ours; the other episodes of the group are cancelled.
+            LostError: a server that tools need has been away for too long.
         """
         if self._closed:
             raise ConfigError("the runner is closed; make a new one")
@@ -158,6 +160,7 @@ class EpisodeRunner(Generic[Client]):
             if attempt:
                 self.counters.retries += 1
                 await asyncio.sleep(0.2 * 2**attempt * random.uniform(0.5, 1.0))
+            await Backend.all_there()
             trajectories = await self._attempt(task, episode_id, group_id)
             for trajectory in trajectories:
                 trajectory.info["attempt"] = attempt

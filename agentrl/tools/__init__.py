@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from agentrl.concurrency.backend import Backend
 from agentrl.on_demand import names_on_demand
 from agentrl.tools.base import FunctionTool, Tool, ToolError, ToolErrorType, ToolResult, tool
 from agentrl.tools.execution import close_tools, run_call, run_calls
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__, _on_demand = names_on_demand(__name__)
 __all__ = [
+    "Backend",
     "FunctionTool",
     "Parsed",
     "Parser",

@@ -56,7 +56,7 @@ def made(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, *flags: str, tasks: int
     put_together(made, TaskAccount(TaskSource("search", tasks)))
     names = ("replayed", "retries", "continuations", "failures", "prompt_tokens", "cached_tokens")
     counters = dict.fromkeys(names, 0.0)
-    made.workers = SimpleNamespace(metrics=lambda: counters)
+    made.workers = SimpleNamespace(metrics=lambda: counters, what_is_away=lambda: asyncio.sleep(0, ""))
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(put=lambda batch: batch))
     return made
 
@@ -97,7 +97,7 @@ async def test_episodes_of_several_agents_count_by_episode_and_group(manager: Ro
 
     manager.runner = SimpleNamespace(run_group=run_group)
     metrics, (batch,), *_ = await manager.generate(0)
-    counted, _ = await manager.peek("rollout 0")
+    counted, *_ = await manager.peek("rollout 0")
     assert (counted["done"], counted["total"]) == (6, 6)
     assert (batch.num_episodes, batch.num_trajectories) == (6, 12)
     await mark_trained(manager)

@@ -69,6 +69,8 @@ def test_without_a_terminal_a_line_says_now_and_then_how_far_it_is(monkeypatch):
         for _ in range(40):
             now[0] += 1
             progress.counted(3, 9)
+        progress.counted(3, 9, "the wiki is away for 12 s")
+        assert progress.detail == "3 of 9 episodes, no more begin: the wiki is away for 12 s"
         progress.warn("careful")
         progress.warn(None)
     lines = out.getvalue().splitlines()

@@ -210,7 +210,7 @@ async def test_a_manager_with_workers_makes_the_batch_of_one_without(
             steps = []
             for step in range(2):
                 metrics, (batch,), *_ = await manager.generate(step)
-                counted, _ = await manager.peek(f"rollout {step}")
+                counted, *_ = await manager.peek(f"rollout {step}")
                 assert (counted["done"], metrics["rollout/replayed"], metrics["engine/failures"]) == (8, 0, 0)
                 steps.append((batch.trajectory_ids, batch.group_ids, batch.tokens.tolist(), batch.loss_mask.tolist()))
                 await manager.mark_trained({"advantage": np.zeros(batch.num_tokens, np.float32)})

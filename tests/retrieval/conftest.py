@@ -1,16 +1,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from agentrl.concurrency.backend import Backend
 
 RIVERS = [
     {"id": "n", "contents": '"Nile"\nThe Nile is a river in Egypt.'},
     {"id": "d", "contents": '"Danube"\nThe Danube is a river that reaches the Black Sea.'},
     {"id": "o", "title": "Oslo", "text": "Oslo is the capital of Norway. Oslo lies on a fjord."},
 ]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_away() -> Iterator[None]:
+    """Episodes of other tests would wait for it."""
+    yield
+    for backend in list(Backend.away):
+        backend.up()
 
 
 @pytest.fixture

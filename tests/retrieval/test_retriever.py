@@ -264,7 +264,7 @@ def test_a_server_that_is_away_is_waited_for_and_nothing_is_lost(corpus: Path, m
     assert hits[0].passage.title == "Oslo" and client.retries == 20
     assert max(pauses) <= 1.5 * LONGEST_PAUSE and max(pauses) > LONGEST_PAUSE / 2
     said = [text for record in caplog.records if "retrieval server" in (text := record.getMessage())]
-    assert len(said) == 2 and "is away" in said[0] and "waiting up to 300 s" in said[0] and "is back after" in said[1]
+    assert len(said) == 2 and "is away" in said[0] and "for 300 s at most" in said[0] and "is back after" in said[1]
 
 
 def test_retries_are_in_the_record_of_the_call(scripted):

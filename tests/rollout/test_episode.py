@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from rollout_cases import CALL, TASK, THOUGHT, TOOLS, LookUp
 
+from agentrl.concurrency.backend import Backend
 from agentrl.config import load_config, load_eval_config
 from agentrl.errors import ConfigError, EngineError, EnvError, InfraError, LedgerError
 from agentrl.rollout.episode import EpisodeLimits, run_episode
@@ -131,6 +132,19 @@ def test_wall_time_inside_a_step(run, chat):
 
     trajectory = play(run, LookUp(astep=slow), chat, timeout_s=0.2)
     assert trajectory.stop_reason is StopReason.TIMEOUT and trajectory.error is None
+
+
+def test_wall_time_spent_waiting_for_a_server_that_is_away_is_not_the_models(run, chat):
+    wiki = Backend("the wiki", lambda: time.sleep(20))
+
+    async def searching(action):
+        wiki.down("connection refused")
+        await asyncio.sleep(30)
+
+    trajectory = play(run, LookUp(astep=searching), chat, timeout_s=0.2)
+    wiki.up()
+    assert trajectory.stop_reason is StopReason.TOOL_ERROR and "the wiki is away" in trajectory.error
+    assert trajectory.outcome is Outcome.INFRA_ERROR and trajectory.info["retryable"]
 
 
 @pytest.mark.parametrize("part", ["areset", "astep"])

@@ -5,6 +5,7 @@ import time
 import pytest
 from rollout_cases import CALL, TASK, LookUp
 
+from agentrl.concurrency.backend import Backend
 from agentrl.errors import ConfigError, EngineError, InfraError, LedgerError
 from agentrl.rollout.episode import EpisodeLimits
 from agentrl.rollout.policies.scripted import ScriptedClient
@@ -105,6 +106,35 @@ def test_infra_errors_are_retried_with_a_fresh_environment(run, chat):
     assert trajectory.outcome is Outcome.COMPLETED and trajectory.info["attempt"] == 2
     assert runner.metrics()["retries"] == 2
     assert [e.closed for e in Flaky.made] == [1, 1, 1]
+
+
+def test_no_episode_begins_while_a_server_of_its_tools_is_away(run, chat, monkeypatch):
+    """One finds it away and is played again; those after it wait, and none is lost."""
+    monkeypatch.setattr("agentrl.concurrency.backend.FIRST_PAUSE_S", 0.001)
+    begun, back = [], threading.Event()
+
+    def probe():
+        if not back.wait(20):
+            raise ConnectionError
+
+    wiki = Backend("the wiki", probe)
+
+    class Asking(Closing):
+        async def areset(self, **kwargs):
+            begun.append(back.is_set())
+            return await super().areset(**kwargs)
+
+        async def astep(self, action):
+            if not back.is_set():
+                asyncio.get_running_loop().call_later(0.5, back.set)
+                raise wiki.down("connection refused")
+            return await super().astep(action)
+
+    script = ScriptedClient(lambda prompt, turn: CALL if prompt.count("<tool_response>") < 2 else "Ann.", chat)
+    group = play(run, runner_for(chat, Asking, client=script, concurrency=1), n=6)
+    assert [t.outcome for t in group.trajectories] == [Outcome.COMPLETED] * 6
+    assert begun == [False] + [True] * 6
+    assert [t.info["attempt"] for t in group.trajectories] == [1] + [0] * 5
 
 
 def test_each_request_has_a_seed_that_follows_from_run_episode_and_turn(run, chat):
