@@ -6,7 +6,8 @@ with ``--async-buffer-size 0`` and with a buffer, alternating::
     python benchmarks/asynchronous.py --repeats 2
 
 Prints the steps an hour of each (from the second step on), their ratio, how old trained tokens were, the share of the
-time that the trainer waited, and the success of the last training step. Target: ratio at least 1.8, success alike.
+time that the trainer waited, the share in which no request was in flight (with a buffer; without one, of rollouts),
+and the success of the last training step. Target: ratio at least 1.8, success alike.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def run_once(ahead: int, folder: Path, args: argparse.Namespace) -> dict[str, fl
     return {
         "steps_per_hour": 3600 * len(steps) / sum(seconds),
         "waited": sum(line["time/rollout_wait"] for line in steps) / sum(seconds),
+        "engine_idle": sum(line["engine/idle"] * line["time/step"] for line in steps) / sum(seconds),
         "staleness_max": max(line["rollout/staleness_max"] for line in steps),
         "age_mean": statistics.fmean(line["train/age_mean"] for line in steps),
         "success": statistics.fmean(line["rollout/success"] for line in steps[-2:]),

@@ -54,7 +54,7 @@ def made(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, *flags: str, tasks: int
     made = RolloutManager(cfg, str(tmp_path), "model", [{}], World())
     made.engines = EngineService(Pool(), weight_sync(cfg, World(), None))
     put_together(made, TaskAccount(TaskSource("search", tasks)))
-    names = ("replayed", "retries", "continuations", "failures", "prompt_tokens", "cached_tokens")
+    names = ("replayed", "retries", "continuations", "failures", "prompt_tokens", "cached_tokens", "busy_seconds")
     counters = dict.fromkeys(names, 0.0)
     made.workers = SimpleNamespace(metrics=lambda: counters, what_is_away=lambda: asyncio.sleep(0, ""))
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(put=lambda batch: batch))

@@ -68,6 +68,40 @@ async def test_credit_is_given_between_what_is_inferred_and_the_update(
         actor.close()
 
 
+async def test_only_tokens_of_older_weights_are_corrected_and_may_be_masked(
+    checkpoint: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An asynchronous batch: the first tokens of each episode were sampled before the last update, the rest after."""
+    import ray
+
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    options = TrainerOptions(lr=1e-2, use_rollout_logprobs=False, use_tis=True, threads=1, **QUIET)
+    algorithm, batch = load_algorithm(options), fresh(random_batch(8))
+    actor, sampled = TrainActor(0, 1, checkpoint, options), batch.loss_mask == 1
+    try:
+        actor.start(actor.meeting_point())
+        trainer = InProcess([Rank(actor)], num_steps=1, deadline=100.0)
+        before = (await trainer.infer([batch], ["old"]))["old"]
+        await train([batch], algorithm, trainer, version=1, keep=False)
+        now = (await trainer.infer([batch], ["old"]))["old"]
+        older = batch.from_here(np.ones(batch.num_tokens)) > batch.spread(batch.sums(np.ones(batch.num_tokens)) / 2)
+        versions = np.where(sampled, np.where(older, 1, 2), -1).astype(np.int32)
+        mixed = batch.with_columns(rollout=np.where(older, before, now).astype(np.float32), versions=versions)
+
+        metrics, columns = await train([mixed], algorithm, trainer, version=2, keep=True, oldest=0)
+        weight, old = columns["correction"], older & sampled
+        assert np.allclose(weight[~older & sampled], 1.0, atol=1e-4)
+        assert np.abs(weight[old] - 1).min() > 0 and np.abs(weight[old] - 1).mean() > 1e-3
+        assert metrics["train/rollout_kl/age_0"] < 1e-6 < metrics["train/rollout_kl/age_1"]
+        assert metrics["train/sampled_tokens/age_1"] == old.sum()
+        assert metrics["train/offpolicy_masked"] == pytest.approx(old.sum() / sampled.sum())
+        metrics, _ = await train([mixed], algorithm, trainer, version=9, keep=True, oldest=0)
+        assert metrics["train/steps_empty"] == 1 and metrics["train/offpolicy_masked"] == 1
+    finally:
+        actor.close()
+
+
 def test_the_pulse_of_a_rank_tells_how_long_a_collective_has_not_ended(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 import asyncio
 import time
 import uuid
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -219,3 +220,14 @@ def test_greedy():
     assert greedy(SamplingParams(temperature=0.7, top_p=0.5, top_k=3, max_new_tokens=9)) == SamplingParams(
         temperature=0.0, max_new_tokens=9
     )
+
+
+def test_time_with_several_requests_in_flight_is_busy_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("agentrl.rollout.policies.sglang.time", SimpleNamespace(monotonic=lambda: now[0]))
+    client = EngineClient("http://127.0.0.1:1")
+    for seconds, more in ((3.0, 1), (2.0, 1), (2.0, -1), (1.0, -1), (9.0, 1)):
+        now[0] += seconds
+        client._count_busy(more)
+    now[0] += 0.5
+    assert client.metrics()["busy_seconds"] == 5.5

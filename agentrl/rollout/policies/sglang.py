@@ -49,7 +49,8 @@ class PolicyClient(Protocol):
 
 @dataclass
 class ClientCounters:
-    """Totals since the client was made. ``engine_seconds`` sums over concurrent requests."""
+    """Totals since the client was made. ``engine_seconds`` sums over concurrent requests, ``busy_seconds`` is how long
+    there was at least one."""
 
     requests: int = 0
     retries: int = 0
@@ -59,6 +60,7 @@ class ClientCounters:
     cached_tokens: int = 0
     output_tokens: int = 0
     engine_seconds: float = 0.0
+    busy_seconds: float = 0.0
 
 
 class _Retryable(Exception):
@@ -97,6 +99,7 @@ class EngineClient:
         self._moves: OrderedDict[str, int] = OrderedDict()
         self._pace = Pace()
         self.counters = ClientCounters()
+        self._in_flight, self._counted_at = 0, 0.0
 
     async def __aenter__(self) -> EngineClient:
         return self
@@ -110,6 +113,7 @@ class EngineClient:
 
     def metrics(self) -> dict[str, float]:
         """The counters as one flat dict."""
+        self._count_busy(0)
         return asdict(self.counters)
 
     async def generate(
@@ -123,6 +127,7 @@ class EngineClient:
         ids = np.ascontiguousarray(input_ids, np.int32)
         parts: list[Generation] = []
         delay, key, missing = self._backoff, routing_key, params.max_new_tokens
+        self._count_busy(1)
         try:
             while True:
                 part = await self._attempts(ids, params, rid, key, deadline, timeout)
@@ -141,6 +146,8 @@ class EngineClient:
         except EngineError:
             self.counters.failures += 1
             raise
+        finally:
+            self._count_busy(-1)
         if len(parts) > 1 or part.finish_reason == "abort":
             part = Generation(
                 tokens=np.concatenate([p.tokens for p in parts]),
@@ -158,6 +165,13 @@ class EngineClient:
         counters.output_tokens += len(part.tokens)
         counters.engine_seconds += part.seconds
         return part
+
+    def _count_busy(self, more: int) -> None:
+        """So many requests more are in flight from now on."""
+        now = time.monotonic()
+        if self._in_flight:
+            self.counters.busy_seconds += now - self._counted_at
+        self._in_flight, self._counted_at = self._in_flight + more, now
 
     async def _attempts(
         self, ids: np.ndarray, params: SamplingParams, rid: str, key: str, deadline: float, timeout: float
