@@ -17,8 +17,8 @@ from typing import IO, Any, BinaryIO
 from agentrl.errors import DataError, StorageError
 
 _HINTS = {
-    errno.ENOSPC: "the disk is full: free some space, then continue with --load",
-    errno.EDQUOT: "the disk quota is used up: free some space, then continue with --load",
+    errno.ENOSPC: "the disk is full{where}: free some space there, then continue with --load",
+    errno.EDQUOT: "the disk quota is used up{where}: free some space there, then continue with --load",
     errno.EACCES: "permission denied: choose another --output-dir",
     errno.EPERM: "permission denied: choose another --output-dir",
     errno.EROFS: "the file system is read-only: choose another --output-dir",
@@ -38,7 +38,27 @@ def storage_errors(path: Path | str) -> Iterator[None]:
         yield
     except OSError as error:
         hint = _HINTS.get(error.errno or 0, error.strerror or str(error))
-        raise StorageError(f"{path}: cannot be written: {hint}") from error
+        raise StorageError(f"{path}: cannot be written: {hint.replace('{where}', room_on(path))}") from error
+
+
+def room_on(path: Path | str) -> str:
+    """`` (<mount point>: 12 KB left of 3.2 GB)`` of a path's file system; empty where that is not to be had here."""
+    place = Path(path).absolute().parent
+    try:
+        usage = shutil.disk_usage(place)
+        while not place.is_mount():
+            place = place.parent
+    except OSError:
+        return ""
+    return f" ({place}: {_size(usage.free)} left of {_size(usage.total)})"
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("KB", "MB"):
+        nbytes /= 1000
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}"
+    return f"{nbytes / 1000:.1f} GB"
 
 
 def refuse_folders(*files: Path) -> None:

@@ -215,7 +215,7 @@ def open_run(cfg: Config, stack: contextlib.ExitStack) -> tuple[RunDir, Checkpoi
 
 
 def find_checkpoint(cfg: Config, run: RunDir, folder: Path) -> Checkpoint | None:
-    """What a run goes on from; None where it was killed before its first save, and begins again.
+    """What a run goes on from; None where it ended before its first checkpoint was complete, and begins again.
 
     Raises:
         CheckpointError: none is complete, or those it had are gone.
@@ -229,7 +229,9 @@ def find_checkpoint(cfg: Config, run: RunDir, folder: Path) -> Checkpoint | None
     saved = read_run_config(folder)
     every = [n for n in (saved.get("save_interval"), saved.get("best_metric") and saved.get("eval_interval")) if n]
     logged = max((line["step"] for line in run.metrics()), default=0)
-    if not every or logged > min(every) or "ended" in run.description():
+    # One that is written beside the rollouts may be under way until the next is due.
+    unsaved = min(every, default=0) * (2 if saved.get("async_save") else 1)
+    if logged > unsaved or "ended" in run.description():
         raise CheckpointError(
             f"no checkpoint in {store.root}, though the run has done {logged} rollouts: they are gone, or none were to "
             "be saved (--save-interval 0). Restore one from a copy, or start a new run in another folder"

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from agentrl.engines.control import Bucket
-from agentrl.errors import WeightSyncError
+from agentrl.errors import StorageError, WeightSyncError
 from agentrl.weights.snapshot import Snapshot
 
 _NAMES = {
@@ -63,7 +63,8 @@ class Publisher:
         """Write the weights of now as ``version``; None on ranks other than 0. Collective.
 
         Raises:
-            WeightSyncError: there are none, or no room for them.
+            WeightSyncError: there are none.
+            StorageError: there is no room for them.
         """
         if self._buckets is None:  # the layout, which stays: a walk of its own, so that files are written in place
             self._buckets = tuple(_buckets(self._tensors(), self._bucket_bytes))
@@ -108,7 +109,7 @@ class Publisher:
         except OSError as error:
             needed, free = sum(b.nbytes for b in self._buckets), shutil.disk_usage(self._folder).free
             shutil.rmtree(partial, ignore_errors=True)
-            raise WeightSyncError(
+            raise StorageError(
                 f"version {version} of the weights cannot be published in {self._folder}: {error.strerror}. It has "
                 f"{needed / 2**30:.2f} GiB, for which {free / 2**30:.2f} GiB are left. Make room (a container: more "
                 "shared memory), or give --weight-snapshot-dir a folder on a disk."

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentrl.errors import WeightSyncError
+from agentrl.errors import StorageError, WeightSyncError
 from agentrl.weights.publisher import Publisher
 
 LAYER = "model.layers.0"
@@ -137,7 +137,7 @@ def test_no_room_is_said_and_the_walk_still_comes_to_its_end(tmp_path: Path, mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(WeightSyncError, match="No space left on device.*give --weight-snapshot-dir"):
+    with pytest.raises(StorageError, match="No space left on device.*give --weight-snapshot-dir"):
         Publisher(export, tmp_path).publish(5)
     assert seen == 2 * list(tensors), "or the other ranks would wait for ever"
     assert list(tmp_path.iterdir()) == []
