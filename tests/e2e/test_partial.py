@@ -14,7 +14,7 @@ def test_the_demo_learns_from_the_groups_that_finish_first(start, tmp_path):
     command = start(
         *("train", "--env", "search", "--output-dir", str(run), "--num-rollout", "6", "--eval-interval", "6"),
         *("--partial-rollout", "--over-sampling-batch-size", "24", "--max-staleness", "2"),
-        *("--rollout-num-workers", "2"),
+        *("--rollout-num-workers", "2", "--eval-tasks", "100"),
     )
     assert command.wait(560) == 0, command.text[-3000:]
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
