@@ -7,7 +7,8 @@ A task is handed out to be played as one group, which is in exactly one state:
 From in flight, or ready, it may also be dropped, or given back: then it is in flight again at the next chance.
 What was handed out and is not listed as in flight, ready, given back or dropped has been trained, so
 the account does not grow with the run. Saved state holds no trajectories: what was in flight, ready or given
-back is handed out again, under the same group id, before anything new.
+back is handed out again, under the same group id, before anything new; what was ready need not be played again
+(``orchestrator/buffer.py``).
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
     checkpoints/
       step_000010/
         manifest.json     sizes and SHA-256 of all other files; written last
-        rollout.json      position in the data, buffer, tasks in flight
+        rollout.json      position in the data, account of the tasks
+        rollout/          what was played and is not trained on yet (see orchestrator/buffer.py)
         trainer/          weights, optimizer, scheduler, random state (see megatron/state.py)
         hf/               the model in Hugging Face form, for `agentrl eval --run` and `agentrl export`
       latest              the name of the newest checkpoint
@@ -54,6 +55,7 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 MANIFEST = "manifest.json"
 ROLLOUT_STATE = "rollout.json"
+ROLLOUT_FOLDER = "rollout"
 TRAINER_FOLDER = "trainer"
 HF_FOLDER = "hf"
 LATEST, BEST = "latest", "best"
@@ -73,10 +75,10 @@ class TrainerState(Protocol):
 
 
 class RolloutState(Protocol):
-    """The rollouts' end: a JSON-ready dict."""
+    """The rollouts' end: a JSON-ready dict, and what it writes into a folder of its own."""
 
-    async def state(self) -> dict[str, Any]: ...
-    async def load_state(self, state: dict[str, Any]) -> None: ...
+    async def state(self, folder: Path) -> dict[str, Any]: ...
+    async def load_state(self, state: dict[str, Any], folder: Path) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Checkpoint:
     async def load(self, *, trainer: TrainerState, rollout: RolloutState) -> None:
         """Put trainer and rollouts where they were."""
         await trainer.load(self.path / TRAINER_FOLDER)
-        await rollout.load_state(read_json(self.path / ROLLOUT_STATE))
+        await rollout.load_state(read_json(self.path / ROLLOUT_STATE), self.path / ROLLOUT_FOLDER)
 
 
 class CheckpointStore:
@@ -347,7 +349,7 @@ class CheckpointStore:
             folder = self.begin(step)
             await trainer.save(folder / TRAINER_FOLDER, later=self.async_save)
             await trainer.save_hf(folder / HF_FOLDER, later=self.async_save)
-            write_json(folder / ROLLOUT_STATE, await rollout.state())
+            write_json(folder / ROLLOUT_STATE, await rollout.state(folder / ROLLOUT_FOLDER))
         if self.async_save:
             log.info("copied the state after step %d in %.1f s", step, time.monotonic() - began)
         self._saving = asyncio.create_task(self._complete(step, trainer, began))

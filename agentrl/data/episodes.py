@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from agentrl.types import Outcome, Trajectory
+from agentrl.types import Group, Outcome, Trajectory
 
 Episode = Sequence[Trajectory]
 
@@ -17,6 +17,21 @@ def by_episode(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
     for trajectory in trajectories:
         found.setdefault(trajectory.episode_id, []).append(trajectory)
     return list(found.values())
+
+
+def group_of(trajectory: Trajectory) -> str:
+    """Id of the group that its episode is of: its own, without the agent where several took part."""
+    if trajectory.episode_id == trajectory.trajectory_id:
+        return trajectory.group_id
+    return trajectory.group_id.removesuffix(f"/{trajectory.agent}")
+
+
+def by_group(trajectories: Iterable[Trajectory]) -> list[Group]:
+    """Trajectories as the groups that they were played as, in the order given."""
+    found: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        found.setdefault(group_of(trajectory), []).append(trajectory)
+    return [Group(name, members[0].task, members) for name, members in found.items()]
 
 
 def is_whole(episode: Episode) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 from agentrl.config.schema import Config
 from agentrl.config.serialize import read_run_config
 from agentrl.data.checkpoint import ROLLOUT_STATE, CheckpointStore, read_json
+from agentrl.data.episodes import group_of
 from agentrl.data.files import read_jsonl
 from agentrl.data.store import TrajectoryStore
 from agentrl.errors import AgentRLError, first_few
@@ -47,7 +48,8 @@ def audit(run: Path, *, least_success: float | None = None) -> list[str]:
         if cfg.max_staleness is not None:
             oldest = cfg.max_staleness
         store = TrajectoryStore(run / "trajectories", read_only=True)
-        problems += _episodes(store, steps, state, oldest, in_order=not cfg.partial_rollout)
+        in_turns = not (cfg.async_buffer_size or cfg.partial_rollout)
+        problems += _episodes(store, steps, state, oldest, in_turns=in_turns)
     problems += [
         f"left over: {path.relative_to(run)}" for path in sorted(run.rglob("*")) if path.name.endswith(UNFINISHED)
     ]
@@ -74,10 +76,10 @@ def _metrics(metrics: Iterable[Mapping[str, Any]], steps: range) -> list[str]:
 
 
 def _episodes(
-    store: TrajectoryStore, steps: range, state: Mapping[str, Any], oldest: float, *, in_order: bool
+    store: TrajectoryStore, steps: range, state: Mapping[str, Any], oldest: float, *, in_turns: bool
 ) -> list[str]:
-    """Every task that was handed out is trained once, open or dropped; versions of weights never go back, from rollout
-    to rollout if they are ``in_order``, and are at most ``oldest`` behind."""
+    """Every task that was handed out is trained once, open or dropped; versions of weights are at most ``oldest``
+    behind, and never go back: in an episode, and over the rollouts where these are played ``in_turns``."""
     problems = []
     trained_in: dict[str, set[int]] = defaultdict(set)
     groups_of: dict[str, set[str]] = defaultdict(set)
@@ -92,8 +94,8 @@ def _episodes(
             for t in store.read("train", step=step):
                 if t.advantage is None:
                     continue
-                trained_in[t.group_id].add(step)
-                groups_of[t.task.task_id].add(t.group_id)
+                trained_in[group_of(t)].add(step)
+                groups_of[t.task.task_id].add(group_of(t))
                 episodes[t.trajectory_id] += 1
                 for segment in t.segments:
                     versions = segment.versions[segment.loss_mask == 1]
@@ -107,7 +109,7 @@ def _episodes(
                     latest = max(latest, int(versions.max()))
         except AgentRLError as error:
             problems.append(str(error))
-        if in_order and -1 < latest < newest:
+        if in_turns and -1 < latest < newest:
             problems.append(f"rollout {step} was sampled by older weights than one before it")
         newest = max(newest, latest)
     problems += _once("group", "rollouts", trained_in)

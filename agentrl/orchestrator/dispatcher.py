@@ -92,6 +92,12 @@ class Carried:
     def __len__(self) -> int:
         return len(self._begun)
 
+    @property
+    def finished(self) -> list[Group]:
+        """Groups that have finished and were not taken yet."""
+        done = [task for task in self._begun if task.done() and not task.cancelled()]
+        return [task.result() for task in done if task.exception() is None]
+
     def begin(self, groups: Iterable[PendingGroup], step: int) -> None:
         """Play these, handed out for the rollout ``step``."""
         self._begun.update((asyncio.create_task(self._play(pending)), step) for pending in groups)

@@ -203,13 +203,13 @@ class RolloutHandle:
         """The batch was trained on, with these columns."""
         await within("the data account", self.deadline, self.manager.mark_trained.remote(dict(columns)))
 
-    async def state(self) -> dict[str, Any]:
-        """State for a checkpoint."""
-        return (await within("the data state", self.deadline, self.manager.state.remote()))[0]
+    async def state(self, folder: Path) -> dict[str, Any]:
+        """State for a checkpoint, which also gets what is written into ``folder``."""
+        return (await within("the data state", self.deadline, self.manager.state.remote(str(folder))))[0]
 
-    async def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's state."""
-        await within("loading the data state", self.deadline, self.manager.load_state.remote(state))
+    async def load_state(self, state: dict[str, Any], folder: Path) -> None:
+        """Go on from a checkpoint's state, and what is in its ``folder``."""
+        await within("loading the data state", self.deadline, self.manager.load_state.remote(state, str(folder)))
 
     async def close(self, seconds: float) -> None:
         """End engines and router."""

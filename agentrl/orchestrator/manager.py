@@ -32,6 +32,7 @@ from agentrl.engines.world import SHARED, World
 from agentrl.envs.registry import make_env
 from agentrl.evaluation.heldout import HeldOutSet, held_out_environments, held_out_sets
 from agentrl.orchestrator.ahead import Ahead
+from agentrl.orchestrator.buffer import Buffer
 from agentrl.orchestrator.dispatcher import Carried, Dispatcher
 from agentrl.orchestrator.engine_service import EPISODES_END_S, EngineService, weight_sync
 from agentrl.orchestrator.evaluator import Evaluator
@@ -189,6 +190,9 @@ class RolloutManager:
             at_once=cfg.rollout_batch_size if cfg.partial_rollout else at_once,
             max_staleness=cfg.max_staleness,
         )
+        self.buffer = Buffer(cfg)
+        self._ahead: dict[int, Rollout] = {}
+        self._taken = -1
         self.carried, self._spare = Carried(self._play), at_once - cfg.rollout_batch_size
         self._in_turn = asyncio.Lock()
         collect = self._collect_in_turn if cfg.partial_rollout else self._collect
@@ -209,6 +213,11 @@ class RolloutManager:
     async def _play(self, pending: PendingGroup) -> Group:
         name = self._rollout_of.get(pending.group_id)  # none where it is known only when the group is taken
         count = None if name is None else partial(self.tally.add, name)
+        if (group := self.buffer.take(pending)) is not None:
+            if count is not None:
+                for trajectory in group.trajectories:
+                    count(trajectory)
+            return group
         return await self.runner.run_group(
             pending.task, self.cfg.n_samples_per_prompt, pending.group_id, on_trajectory=count
         )
@@ -240,6 +249,8 @@ class RolloutManager:
             self._since = began, self.workers.metrics()
         rollout = await self.engines.unless_broken(asyncio.ensure_future(self.rollouts.take(step)))
         collected = await self.sink.take(rollout)
+        self._taken = step
+        del self._ahead[step]
         if collected is None:
             return None
         # Beside others, a rollout takes as long as there is between two of them.
@@ -266,6 +277,7 @@ class RolloutManager:
     async def _collect(self, step: int) -> Rollout:
         """Hand out tasks, and others for those that die, until there is a rollout or there are no more."""
         rollout, began = self.sink.begin(step), time.monotonic()
+        self._ahead[step] = rollout
         play = self._play_first if self.cfg.partial_rollout else self._play_all
         log.info("rollout %d begins", step)
         done = False
@@ -339,13 +351,21 @@ class RolloutManager:
         """Bring every engine to published weights; those that fail are replaced."""
         return await self.engines.update_weights(snapshot)
 
-    async def state(self) -> dict[str, Any]:
-        """JSON-ready state for a checkpoint: position in the data, account of every task."""
-        return {"buffer": self.account.state_dict()}
+    async def state(self, folder: str) -> dict[str, Any]:
+        """JSON-ready state for a checkpoint: position in the data, account of every task. What was played ahead is
+        written into ``folder``. Raises StorageError."""
+        account = self.account.state_dict()
+        ahead = [group for rollout in self._ahead.values() for group in rollout.played]
+        kept = self.buffer.to_save([*ahead, *self.carried.finished])
+        played = await asyncio.to_thread(self.buffer.save, Path(folder), self._taken + 1, kept)
+        return {"buffer": account, "played": played}
 
-    async def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's state."""
+    async def load_state(self, state: dict[str, Any], folder: str) -> None:
+        """Go on from a checkpoint's state. Raises DataError."""
         self.account.load_state_dict(state["buffer"])
+        await asyncio.to_thread(self.buffer.load, Path(folder), state.get("played", {}))
+        if self.buffer:
+            log.info("%d groups were played before the checkpoint and wait to be trained on", len(self.buffer))
 
     async def close(self) -> None:
         """End episodes, engines and router. Episodes first: their environments are closed, and none asks an engine."""

@@ -172,6 +172,12 @@ class Rollout:
         self._dead: list[Group] = []
         self._fruitless = 0
 
+    @property
+    def played(self) -> list[Group]:
+        """Groups that finished, and of which the account does not know yet what becomes: it has them in flight, or
+        ready."""
+        return [*self.living, *self.filtered, *self._round]
+
     def expect(self, groups: Iterable[PendingGroup | Group]) -> None:
         """These are handed out, in this order, which is theirs in the batch."""
         self._order = {each.group_id: place for place, each in enumerate(groups)}

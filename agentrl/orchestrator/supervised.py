@@ -189,11 +189,11 @@ class SupervisedData:
         counts = {f"data/{name}": float(count) for name, count in self.account.counts.items()}
         return counts | {"data/epoch": self._source.cursor / len(self.examples.ids)}
 
-    async def state(self) -> dict[str, Any]:
+    async def state(self, folder: Path) -> dict[str, Any]:
         """JSON-ready state for a checkpoint."""
         return {"buffer": self.account.state_dict(), "data": self._digest}
 
-    async def load_state(self, state: dict[str, Any]) -> None:
+    async def load_state(self, state: dict[str, Any], folder: Path) -> None:
         """Go on from a checkpoint's state. Raises DataError where other examples were learned."""
         if state.get("data") != self._digest:
             raise DataError(

@@ -33,10 +33,10 @@ class Trainer:
 class Rollout:
     loaded = None
 
-    async def state(self):
+    async def state(self, folder):
         return {"cursor": 7}
 
-    async def load_state(self, state):
+    async def load_state(self, state, folder):
         self.loaded = state
 
 

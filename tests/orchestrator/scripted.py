@@ -125,10 +125,10 @@ class Rollout:
         with atomic_file(self.store.part_path(name, step)) as stream:
             stream.write(json.dumps(groups).encode())
 
-    async def state(self) -> dict[str, Any]:
+    async def state(self, folder: Path) -> dict[str, Any]:
         return {"buffer": self.account.state_dict()}
 
-    async def load_state(self, state: dict[str, Any]) -> None:
+    async def load_state(self, state: dict[str, Any], folder: Path) -> None:
         self.account.load_state_dict(state["buffer"])
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ from agentrl.config import load_config
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.orchestrator.ahead import Ahead
 from agentrl.orchestrator.loop import due
-from agentrl.types import Group, Task
+from agentrl.types import Group, StopReason, Task
 from tests.orchestrator.scripted import FLAGS, Rollout, Trainer, check_run, lines, train  # noqa: F401
 from tests.orchestrator.test_manager import episode, made, mark_trained
 from tests.trainer.conftest import checkpoint, make_trainer  # noqa: F401
@@ -125,20 +127,100 @@ async def test_what_is_trained_on_does_not_depend_on_how_far_ahead_is_played(tmp
     assert batches[0] == batches[1]
 
 
-async def test_what_is_in_play_is_handed_out_again_after_a_checkpoint(tmp_path: Any, monkeypatch: Any) -> None:
-    manager = made(tmp_path / "a", monkeypatch, "--async-buffer-size", "2", tasks=20)
+AHEAD = ("--async-buffer-size", "2", "--num-rollout", "5")
+
+
+def recording(runner: SimpleNamespace, finished: list[str]) -> SimpleNamespace:
+    """The runner; ``finished`` gets the id of each group that it has played."""
+
+    async def run_group(task: Task, n: int, group_id: str, *, on_trajectory: Callable[..., None]) -> Group:
+        group = await runner.run_group(task, n, group_id, on_trajectory=on_trajectory)
+        finished.append(group_id)
+        return group
+
+    return SimpleNamespace(run_group=run_group)
+
+
+@pytest.mark.parametrize("passes", range(0, 40, 8))
+async def test_what_was_played_ahead_is_not_played_again_after_a_checkpoint(
+    tmp_path: Any, monkeypatch: Any, passes: int
+) -> None:
+    """Wherever the rollouts ahead stand when it is made."""
+    first, then, trained = list[str](), list[str](), list[str]()
+    manager = made(tmp_path / "a", monkeypatch, *AHEAD, tasks=20)
+    manager.runner = recording(slow_runner(0, []), first)
+    await manager.generate(0)
+    await mark_trained(manager)
+    for _ in range(passes):
+        await asyncio.sleep(0)
+    there, folder = list(first), str(tmp_path / "checkpoint")
+    state = json.loads(json.dumps(await manager.state(folder)))
+    assert (state["buffer"]["trained"], len(state["buffer"]["open"])) == (3, 6)
+    await manager.rollouts.close(20.0)
+    again = made(tmp_path / "b", monkeypatch, *AHEAD, tasks=20)
+    again.runner = recording(slow_runner(1, []), then)
+    await again.load_state(state, folder)
+    for step in range(1, 5):
+        _, (batch,), *_ = await again.generate(step)
+        assert sorted(set(batch.group_ids)) == [f"g{n:08d}" for n in range(3 * step, 3 * step + 3)]
+        trained += sorted(set(batch.group_ids))
+        await mark_trained(again)
+        assert len(json.loads(json.dumps(await again.state(str(tmp_path / f"{step}"))))["buffer"]["open"]) <= 6
+    assert sorted([*there, *then]) == [f"g{n:08d}" for n in range(15)], "each is generated once"
+    assert again.account.counts["trained"] == 15 == len({*trained}) + 3
+    assert len(again.buffer) == 0
+
+
+async def test_what_waits_outlives_several_checkpoints_and_is_trained_on_as_it_was_sampled(
+    tmp_path: Any, monkeypatch: Any
+) -> None:
+    manager = made(tmp_path / "a", monkeypatch, *AHEAD, tasks=20)
     manager.runner = slow_runner(0, [])
     await manager.generate(0)
     await mark_trained(manager)
-    state = await manager.state()
-    assert (state["buffer"]["trained"], len(state["buffer"]["open"])) == (3, 6)
-    await manager.rollouts.close(20.0)
-    again = made(tmp_path / "b", monkeypatch, "--async-buffer-size", "2", tasks=20)
-    again.runner = slow_runner(1, [])
-    await again.load_state(state)
-    _, (batch,), *_ = await again.generate(1)
-    assert sorted(set(batch.group_ids)) == ["g00000003", "g00000004", "g00000005"]
+    await asyncio.gather(*manager.rollouts._playing.values())
+    state = await manager.state(str(tmp_path / "1"))
+    assert state["played"]["groups"] == 6
+    again = made(tmp_path / "b", monkeypatch, *AHEAD, tasks=20)
+    await again.load_state(state, str(tmp_path / "1"))
+    assert (await again.state(str(tmp_path / "2"))) == state, "before anything was played"
+    again = made(tmp_path / "c", monkeypatch, *AHEAD, "--max-staleness", "4", tasks=20)
+    again.runner = slow_runner(0, [])
+    await again.load_state(state, str(tmp_path / "2"))
+    (_, (one,), *_), (_, (other,), *_) = await manager.generate(1), await again.generate(1)
+    assert one.trajectory_ids == other.trajectory_ids and (one["versions"] == other["versions"]).all()
+    assert (one.tokens == other.tokens).all() and (one["rollout"] == other["rollout"]).all()
     await again.rollouts.close(20.0)
+    await manager.rollouts.close(20.0)
+
+
+async def test_what_was_played_otherwise_or_is_too_old_or_failed_is_played_again(
+    tmp_path: Any, monkeypatch: Any, caplog: Any
+) -> None:
+    async def run_group(task: Task, n: int, group_id: str, *, on_trajectory: Callable[..., None]) -> Group:
+        reason = StopReason.ENV_ERROR if group_id == "g00000004" else StopReason.DONE
+        return Group(group_id, task, [episode(group_id, i, task, reason) for i in range(n)])
+
+    manager = made(tmp_path / "a", monkeypatch, *AHEAD, tasks=20)
+    manager.runner = SimpleNamespace(run_group=run_group)
+    await manager.generate(0)
+    await mark_trained(manager)
+    await asyncio.gather(*manager.rollouts._playing.values())
+    state = await manager.state(str(tmp_path / "1"))
+    assert state["played"]["groups"] == 5, "all but the one that failed"
+    again = made(tmp_path / "b", monkeypatch, *AHEAD, "--rollout-temperature", "0.7", tasks=20)
+    with caplog.at_level("WARNING"), monkeypatch.context() as patch:
+        patch.setattr(logging.getLogger("agentrl"), "propagate", True)
+        await again.load_state(state, str(tmp_path / "1"))
+    assert len(again.buffer) == 0 and "5 groups that were played ahead are played again" in caplog.text
+    assert "--rollout-temperature" in caplog.text
+    late = made(tmp_path / "c", monkeypatch, *AHEAD, "--max-staleness", "4", tasks=20)
+    late.runner = slow_runner(0, [])
+    await late.load_state(state, str(tmp_path / "1"))
+    with pytest.raises(AgentRLError, match="sampled by weights that are more than --max-staleness 4 versions old"):
+        await late.generate(6)
+    assert late.account.counts["given_back"] == 6
+    await late.rollouts.close(20.0)
 
 
 async def test_groups_of_weights_that_are_too_old_are_played_again(tmp_path: Any, monkeypatch: Any) -> None:

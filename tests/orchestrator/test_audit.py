@@ -56,7 +56,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder.log_evaluation(STEPS, {"search": summary(1)})
 
         class Account:
-            async def state(self) -> dict[str, Any]:
+            async def state(self, folder: Path) -> dict[str, Any]:
                 return {"buffer": account.state_dict()}
 
         asyncio.run(checkpoints.save(STEPS, trainer=Trainer(), rollout=Account()))  # type: ignore[arg-type]

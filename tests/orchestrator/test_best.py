@@ -52,7 +52,7 @@ class Rollout:
 
     async def mark_trained(self, columns: Any) -> None: ...
 
-    async def state(self) -> dict[str, Any]:
+    async def state(self, folder: Path) -> dict[str, Any]:
         return {}
 
     async def evaluate(self, step: int, *, progress: Any) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def put_together(manager: RolloutManager, buffer: TaskAccount, runner: Any = Non
 
 
 def made(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, *flags: str, tasks: int = 10) -> RolloutManager:
-    (tmp_path / "logs").mkdir(parents=True)
+    (tmp_path / "logs").mkdir(parents=True, exist_ok=True)
     cfg = load_config(["--env", "search", "--rollout-batch-size", "3", "--n-samples-per-prompt", "2", *flags])
     made = RolloutManager(cfg, str(tmp_path), "model", [{}], World())
     made.engines = EngineService(Pool(), weight_sync(cfg, World(), None))

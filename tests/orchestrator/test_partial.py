@@ -119,20 +119,22 @@ async def test_rollouts_ahead_take_what_finishes_one_after_the_other(tmp_path: P
     assert runner.cancelled == [1, 2]
 
 
-async def test_what_is_in_play_at_a_checkpoint_is_handed_out_again_under_its_id(
+async def test_after_a_checkpoint_what_was_in_play_is_handed_out_again_and_what_had_finished_is_not_played_again(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     manager, runner = playing(tmp_path / "a", monkeypatch)
     runner.end(0, 3, 4)
     await generate(manager, 0)
-    state = await manager.state()
+    runner.end(2)
+    await settle()
+    state = await manager.state(str(tmp_path / "checkpoint"))
     await manager.carried.close(20.0)
     assert [group["group_id"] for group in state["buffer"]["open"]] == ["g00000001", "g00000002"]
     again, runner = playing(tmp_path / "b", monkeypatch)
-    await again.load_state(state)
-    runner.end(1, 2, 5, 6, 7)
+    await again.load_state(state, str(tmp_path / "checkpoint"))
+    runner.end(1, 5, 6, 7)
     assert (await generate(again, 1))[0] == [1, 2, 5]
-    assert runner.started == [1, 2, 5, 6, 7]
+    assert runner.started == [1, 5, 6, 7]
 
 
 async def test_others_are_played_for_groups_that_the_filter_leaves_out(tmp_path: Path, monkeypatch: Any) -> None:

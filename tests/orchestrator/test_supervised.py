@@ -220,14 +220,14 @@ def test_examples_that_are_too_long_are_left_out_and_named(model, chats):
 
 async def test_a_checkpoint_of_other_examples_is_refused(model, chats, tmp_path):
     examples = WrittenChats(config(model, "--train-data", chats), chats)
-    state = await SupervisedData(examples, size=2, seed=0, longest=100).state()
+    state = await SupervisedData(examples, size=2, seed=0, longest=100).state(tmp_path)
     other = tmp_path / "other.jsonl"
     other.write_text(Path(chats).read_text().replace("It is 4.", "It is 5."))
     changed = SupervisedData(
         WrittenChats(config(model, "--train-data", str(other)), str(other)), size=2, seed=0, longest=100
     )
     with pytest.raises(DataError, match="made with other examples"):
-        await changed.load_state(state)
+        await changed.load_state(state, tmp_path)
 
 
 # -- stored trajectories -----------------------------------------------------------------------------------
