@@ -222,8 +222,9 @@ def short_of_memory(cfg: Config, free: float) -> str | None:
     """What to know where a machine without GPUs has ``free`` bytes for a run that takes more; None otherwise."""
     memory = memory_of(cfg, Shape.of(str(cfg.hf_checkpoint)), "cpu")
     ranks, engines = cfg.world_size, cfg.rollout_num_engines or 1
-    needed = ranks * (memory.trainer + memory.reference)
-    needed += 0 if cfg.is_supervised else engines * memory.engine + memory.snapshot
+    needed = ranks * (memory.trainer + memory.reference) if cfg.trains else 0
+    needed += engines * memory.engine if cfg.plays else 0
+    needed += memory.snapshot if cfg.plays and cfg.trains else 0
     if needed <= free:
         return None
     return (

@@ -59,6 +59,7 @@ def derive(config: AnyConfig) -> AnyConfig:
     if isinstance(config, EvalConfig):
         return config.replace(**changes, env=split_names(config.env))
     changes |= _batch(config)
+    changes["debug_train_only"] = config.debug_train_only or config.load_debug_rollout_data is not None
     changes["chat_template_date"] = config.chat_template_date or datetime.date.today().isoformat()
     changes["eps_clip_high"] = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
     longest = config.rollout_max_context_len

@@ -1,7 +1,7 @@
 """From a command line to a configuration: layers, what follows from what, one validation.
 
-Later layers replace earlier ones: general defaults, the model's preset, the run that ``--load`` (or ``--run``)
-names, the file behind ``--config``, flags.
+Later layers replace earlier ones: general defaults, the model's preset, the run that ``--load`` (or ``--run``, or
+``--load-debug-rollout-data``) names, the file behind ``--config``, flags.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from agentrl.config.derive import DERIVED, derive, split_names
 from agentrl.config.options import options
 from agentrl.config.parse import Given, parse_flags, parse_mapping, read_file
-from agentrl.config.presets import BEYOND, DEMO, SUPERVISED, preset
+from agentrl.config.presets import BEYOND, DEMO, HALF, SUPERVISED, preset
 from agentrl.config.schema import Config, EvalConfig
 from agentrl.config.serialize import OWNER, read_run_config, run_folder_of
 from agentrl.config.validate import validate, value_problems
@@ -106,22 +106,25 @@ def _last(layers: list[Given], name: str) -> Any:
 
 
 def _run_layer(config_class: type, layers: list[Given]) -> Given | None:
-    """The configuration of the run to go on from, or to evaluate."""
+    """The configuration of the run to go on from, to evaluate, or whose rollouts are trained on again."""
     training = config_class is Config
-    path = _last(layers, "load" if training else "run")
-    if path is None:
+    path, stored = _last(layers, "load" if training else "run"), _last(layers, "load_debug_rollout_data")
+    if path is None and stored is None:
         return None
-    if (folder := run_folder_of(path)) is None:
+    if (folder := run_folder_of(path or stored)) is None:
         if not training:
             raise ConfigError(f"--run {path}: not a run folder (no config.json of a training run in it)")
-        _check_without_run(Path(path), layers)
+        if path is not None:
+            _check_without_run(Path(path), layers)
         return None
     of_run = read_run_config(folder)
     values = {name: value for name, value in of_run.items() if training or name in options(config_class)}
     elsewhere = _last(layers, "output_dir")
-    forks = elsewhere is not None and Path(elsewhere).resolve() != folder.resolve()
+    forks = path is None or (elsewhere is not None and Path(elsewhere).resolve() != folder.resolve())
     # What a run saves and exports to is its own: one that forks from it must not replace that.
     left_out = ["load", "output_dir", *(("save", "save_hf") if forks else ())]
+    if stored is not None:
+        left_out += ["debug_rollout_only", "eval_interval", "best_metric"]
     if not training:
         if any(_last(layers, name) for name in ("env", "prompt_data")):  # an evaluation of other environments
             left_out += ["env", "env_args", "prompt_data", "eval_env", "eval_own_split", "eval_prompt_data"]
@@ -133,7 +136,8 @@ def _run_layer(config_class: type, layers: list[Given]) -> Given | None:
     values = {name: value for name, value in values.items() if name not in left_out}
     given = parse_mapping(config_class, values, str(folder / "config.json")).readable()
     if training:
-        given.values["output_dir"] = str(folder)
+        if path is not None:
+            given.values["output_dir"] = str(folder)
         for name, roots in DERIVED.items():
             if any(root in layer.values for layer in layers for root in roots):
                 given.values.pop(name, None)
@@ -171,8 +175,8 @@ def _check_without_run(path: Path, layers: list[Given]) -> None:
 
 
 def _preset_layer(config_class: type, layers: list[Given]) -> Given | None:
-    """The preset of the model, where it has one, and that of supervised training; no model named is the embedded one,
-    unless a server has it."""
+    """The preset of the model, where it has one, and those of supervised training and of half a run; no model named is
+    the embedded one, unless a server has it."""
     name = _last(layers, "hf_checkpoint") or DEMO
     if _last(layers, "base_url") is not None:
         return None
@@ -180,6 +184,7 @@ def _preset_layer(config_class: type, layers: list[Given]) -> Given | None:
     given = preset(name, split_names((env,) if isinstance(env, str) else env) + split_names(others))
     given |= {"hf_checkpoint": name} if given else {}
     given |= SUPERVISED if _last(layers, "loss_type") == "sft_loss" else {}
+    given |= HALF if _last(layers, "debug_rollout_only") or _last(layers, "load_debug_rollout_data") else {}
     if not given:
         return None
     values = {key: value for key, value in given.items() if key in options(config_class)}

@@ -9,7 +9,6 @@ import difflib
 from collections.abc import Iterable
 
 _ONE_SET_OF_DEVICES = "trainer and engines on the same devices"
-_REPLAY = "training on a stored rollout"
 
 NOT_AVAILABLE = {
     "colocate": _ONE_SET_OF_DEVICES,
@@ -20,9 +19,6 @@ NOT_AVAILABLE = {
     "use-opd": "on-policy distillation",
     "group-rm": "a reward that sees a whole group",
     "custom-reward-post-process-path": "changing rewards between scoring and training",
-    "load-debug-rollout-data": _REPLAY,
-    "debug-train-only": _REPLAY,
-    "debug-rollout-only": "rollouts without a trainer (`agentrl eval --split train` plays and stores episodes)",
     "multimodal-keys": "images in prompts",
 }
 """Flags (without dashes) that users of slime know and that later versions will take, with what they are for."""
@@ -120,7 +116,8 @@ ADVICE = {
     "tool-key": "Tools belong to the environment: a ToolEnv lists them in `tools`. For supervised training "
     "(--loss-type sft_loss) they are in the rows of --train-data, as `tools`.",
     "start-rollout-id": "--load RUN goes on where the run stopped, --load RUN/checkpoints/step_N goes back.",
-    "save-debug-rollout-data": "Every rollout is stored in the run folder as Parquet; `agentrl show RUN` reads it.",
+    "save-debug-rollout-data": "Every rollout is stored in the run folder as Parquet; --load-debug-rollout-data RUN "
+    "trains on it again, `agentrl show RUN` reads it.",
     "reward-key": "A reward is one number, or named parts that are added up; return only what should count.",
     "eval-reward-key": "A reward is one number, or named parts that are added up; return only what should count.",
     "rollout-top-k": "Training samples from all tokens, because log-probabilities are of the full softmax.",

@@ -38,6 +38,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 SUPERVISED: dict[str, Any] = {"n_samples_per_prompt": 1, "eval_interval": 0}
 """Options that take the place of the defaults with ``--loss-type sft_loss``: nothing is played."""
 
+HALF: dict[str, Any] = {"eval_interval": 0}
+"""Options that take the place of the defaults with ``--debug-rollout-only`` and ``--load-debug-rollout-data``: the
+model does not change, or there is no engine."""
+
 TUNED_TO = "search"
 BEYOND = {"rollout_max_response_len": 128, "rollout_max_context_len": 1920, "max_turns": 8}
 """What the preset of the embedded model has in place of the above in environments other than ``TUNED_TO``: of their
@@ -73,7 +77,7 @@ def demo_alone(config: Config | EvalConfig) -> str | None:
     """What to know of the embedded model where it plays something else than it was made for; None otherwise."""
     env = (config.env,) if isinstance(config.env, str) else config.env
     own = any(key.rpartition(".")[2] in ("train_data", "test_data") for key in config.env_args)
-    if getattr(config, "is_supervised", False):
+    if not getattr(config, "plays", True):
         return None
     if config.hf_checkpoint != str(demo_folder()) or (set(env) == {TUNED_TO} and not own):
         return None

@@ -265,6 +265,21 @@ class SeedOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DebugOptions:
+    """Debugging: one half of a run alone"""
+
+    debug_rollout_only: bool = False
+    """Play rollouts, store and log them, and train nothing: no trainer starts, and engines keep the weights of
+    --hf-checkpoint. What is said of the trainer has no effect (docs/training.md)."""
+    debug_train_only: bool = False
+    """Train on stored rollouts and play nothing: no engine and no environment starts. Needs --load-debug-rollout-data,
+    which implies it."""
+    load_debug_rollout_data: PathText | None = None
+    """Run folder whose stored rollouts are trained on, each at its own step; or its folder `trajectories` alone. The
+    run's configuration is taken over; flags given here replace it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Run folder and logging"""
 
@@ -731,6 +746,7 @@ class Config(
     MegatronPassedOn,
     PassedOn,
     StartOptions,
+    DebugOptions,
     RunOptions,
     FaultOptions,
     SeedOptions,
@@ -759,6 +775,16 @@ class Config(
     def is_supervised(self) -> bool:
         """Whether written conversations, or stored trajectories, are learned: nothing is played then."""
         return self.loss_type == "sft_loss"
+
+    @property
+    def plays(self) -> bool:
+        """Whether episodes are played, so that there are engines, environments and a rollout manager."""
+        return not self.is_supervised and not self.debug_train_only
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a trainer."""
+        return not self.debug_rollout_only
 
 
 @dataclass(frozen=True, kw_only=True)

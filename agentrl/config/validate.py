@@ -57,14 +57,14 @@ def validate(config: Config | EvalConfig, explicit: Explicit | None = None) -> N
     elif not problems:  # relations between values that are wrong in themselves would only repeat it
         if isinstance(config, Config) and config.is_supervised:
             problems += _supervised(config, given)
-        else:
+        elif isinstance(config, EvalConfig) or config.plays:
             problems += [*_tasks(config, given), *_limits(config, given)]
         if not (isinstance(config, EvalConfig) and config.base_url is not None):
             problems += _model(config)
         if isinstance(config, EvalConfig):
             problems += _evaluated(config, given)
         else:
-            problems += [*_batch(config), *_layout(config), *_numbers(config), *_workers(config)]
+            problems += [*_batch(config), *_layout(config), *_numbers(config), *_workers(config), *_halves(config)]
             problems += _without_effect(config, given)
         problems += [*_engines(config, given), *template_problems(config)]
     if problems:
@@ -177,6 +177,46 @@ def _supervised(config: Config, given: Explicit) -> Iterator[str]:
         elif name in _NOT_SUPERVISED:
             yield f"{given[name]} has no effect with --loss-type sft_loss: nothing is played."
     yield from import_problems("--custom-loss-function-path", config.custom_loss_function_path)
+
+
+def _halves(config: Config) -> Iterator[str]:
+    """What half a run cannot give."""
+    half = "--debug-rollout-only" if config.debug_rollout_only else "--load-debug-rollout-data"
+    if config.trains and not config.debug_train_only:
+        return
+    if config.is_supervised:
+        yield f"{half} is of a training on episodes: with --loss-type sft_loss, --sft-from RUN learns stored ones."
+        return
+    if config.eval_interval:
+        why = "the model stays as it is: agentrl eval evaluates it" if config.debug_rollout_only else "no engine runs"
+        yield f"--eval-interval {config.eval_interval}: with {half} {why}. Give 0, or leave it out."
+    if config.debug_rollout_only:
+        yield from _nothing_trained(config)
+    elif (data := config.load_debug_rollout_data) is None:
+        yield "--debug-train-only needs --load-debug-rollout-data RUN: the run whose stored rollouts are trained on."
+    elif config.output_dir is not None and Path(config.output_dir).resolve() in (
+        Path(data).resolve(),
+        Path(data).resolve().parent,
+    ):
+        yield f"--output-dir {config.output_dir} holds the rollouts of --load-debug-rollout-data: give another folder."
+
+
+def _nothing_trained(config: Config) -> Iterator[str]:
+    if config.debug_train_only:
+        yield "--debug-rollout-only and --debug-train-only exclude each other: nothing would be left of the run."
+    nothing = "with --debug-rollout-only nothing is trained"
+    if config.load is not None:
+        yield (
+            f"--load {config.load}: {nothing}, so there is nothing to go on with. To play with a checkpoint's weights, "
+            "give --hf-checkpoint its folder hf."
+        )
+    for flag, asked in (("--save", config.save), ("--save-hf", config.save_hf), ("--best-metric", config.best_metric)):
+        if asked is not None:
+            yield f"{flag} {asked}: {nothing}, so there is nothing to save."
+    if config.auto_resume:
+        yield f"--auto-resume: {nothing} and no checkpoint is written, so there is nothing to go on from."
+    if config.max_staleness is not None:
+        yield f"--max-staleness {config.max_staleness}: {nothing}, so weights do not grow old."
 
 
 def import_problems(flag: str, spec: str | None) -> Iterator[str]:

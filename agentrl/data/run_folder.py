@@ -352,7 +352,8 @@ def new_folder(config: Config | EvalConfig, base: Path | str = "runs") -> Path:
     # Without an environment or task file of its own, an evaluation is of held-out files alone.
     environments = (config.env,) if isinstance(config.env, str) else config.env
     label = "-".join(env_label(spec) for spec in environments if spec)
-    learned = getattr(config, "train_data", None) or getattr(config, "sft_from", None)
+    stored = ("train_data", "sft_from", "load_debug_rollout_data")
+    learned = next((given for name in stored if (given := getattr(config, name, None))), None)
     label = label or env_label(Path(learned or config.prompt_data or config.eval_prompt_data[0][1]).stem)
     kind = "" if hasattr(config, "num_rollout") else "eval-"
     names = (f"{kind}{label}-{time.strftime('%Y%m%d')}-{number}" for number in itertools.count(1))

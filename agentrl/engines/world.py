@@ -62,5 +62,6 @@ class World:
 
     def is_shared(self, asked: Config) -> bool:
         """Whether the one rank and the one engine of a run have but one GPU, of which each gets a half."""
-        engines = 0 if asked.is_supervised else asked.rollout_num_engines or 1
-        return (self.gpus, asked.world_size, engines, asked.rollout_num_gpus_per_engine) == (1, 1, 1, 1)
+        engines = asked.rollout_num_engines or 1 if asked.plays else 0
+        ranks = asked.world_size if asked.trains else 0
+        return (self.gpus, ranks, engines, asked.rollout_num_gpus_per_engine) == (1, 1, 1, 1)

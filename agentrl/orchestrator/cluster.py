@@ -77,27 +77,28 @@ def check_nodes(nodes: int) -> None:
 
 def bundles_of(cfg: Config, world: World) -> list[Bundle]:
     """What a run asks of Ray: ranks, engines, the manager, rollout workers, in this order; ranks alone where nothing
-    is played.
+    is played, none where nothing is trained.
 
     Raises:
         ConfigError: there are GPUs, but not enough.
     """
     engines, per_engine = cfg.rollout_num_engines or 1, world.engine_ranks(cfg) if world.has_gpu else 0
-    if cfg.is_supervised:
+    if not cfg.plays:
         engines = 0
-    needed, share = cfg.world_size + engines * per_engine, 0.5 if world.is_shared(cfg) else 1.0
+    world_size = cfg.world_size if cfg.trains else 0
+    needed, share = world_size + engines * per_engine, 0.5 if world.is_shared(cfg) else 1.0
     if world.has_gpu and needed * share > world.gpus:
         raise ConfigError(
-            f"this run asks for {needed} GPUs ({cfg.world_size} for the trainer, {engines} x {per_engine} for "
+            f"this run asks for {needed} GPUs ({world_size} for the trainer, {engines} x {per_engine} for "
             f"engines), and there are {world.gpus}. Ask for fewer ranks or engines; a single GPU is shared by one rank "
             "and one engine."
         )
     per_node = cfg.world_size // cfg.actor_num_nodes
     per_rank = share if world.has_gpu else 0
-    ranks = [Bundle(f"rank-{i}", 1, per_rank, node=i // per_node) for i in range(cfg.world_size)]
+    ranks = [Bundle(f"rank-{i}", 1, per_rank, node=i // per_node) for i in range(world_size)]
     places = [Bundle(f"engine-{i}", 1, per_engine * share) for i in range(engines)]
     players = [Bundle(f"rollout-worker-{i}", 1) for i in range(rollout_workers(cfg))]
-    return ranks if cfg.is_supervised else [*ranks, *places, Bundle("rollout-manager", 1), *players]
+    return ranks if not cfg.plays else [*ranks, *places, Bundle("rollout-manager", 1), *players]
 
 
 def rollout_workers(cfg: Config) -> int:

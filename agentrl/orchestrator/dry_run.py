@@ -22,6 +22,8 @@ Section = list[tuple[str, str]]
 """Lines of one heading: what, and its value."""
 PLAYED = ("an engine rank", "snapshot", "engines", "rollout manager", "rollout workers")
 """Lines that are not there where nothing is played."""
+TRAINED = ("a trainer rank", "snapshot", "reference", "checkpoint", "trainer")
+"""Lines that are not there where nothing is trained."""
 
 
 def dry_run(cfg: Config) -> None:
@@ -36,18 +38,18 @@ def dry_run(cfg: Config) -> None:
     world = None if os.environ.get("RAY_ADDRESS") else World.here()
     if world is not None:
         bundles_of(cfg, world)
-    if cfg.data_source_path:
+    if cfg.data_source_path and cfg.plays:
         load_source(cfg.data_source_path, cfg)
     run, source = find_start(cfg, None)
     start = source.step if source else 0
     folder = run.path if run else new_folder(cfg)
-    notes = [] if cfg.is_supervised else open_template(cfg, str(cfg.hf_checkpoint))[1]
+    notes = open_template(cfg, str(cfg.hf_checkpoint))[1] if cfg.plays else []
     paths = _paths(cfg, folder, str(source.path) if source else None)
     memory = memory_of(cfg, Shape.of(str(cfg.hf_checkpoint)), world.device if world else "cuda")
     sections = {
         "placement": _placement(cfg, world),
         "batch": _batch(cfg, run, start),
-        "memory": [line for line in memory.lines() if not (cfg.is_supervised and line[0] in PLAYED)],
+        "memory": _of_this_run(cfg, memory.lines()),
         "paths": paths,
     }
     for heading, lines in sections.items():
@@ -57,6 +59,11 @@ def dry_run(cfg: Config) -> None:
     for note in (*notes, *at_start(cfg)):
         print(f"note: {note}")
     print("\nEvery check passed; nothing was started.")
+
+
+def _of_this_run(cfg: Config, lines: Section) -> Section:
+    absent = {*(() if cfg.plays else PLAYED), *(() if cfg.trains else TRAINED)}
+    return [line for line in lines if line[0] not in absent]
 
 
 def _placement(cfg: Config, world: World | None) -> Section:
@@ -81,7 +88,7 @@ def _placement(cfg: Config, world: World | None) -> Section:
         each = "a process each" + (f" of {cfg.threads} threads" if cfg.threads else "")
         of_engine = f"{threads} thread{'s' if threads > 1 else ''} each"
     players = rollout_workers(cfg)
-    servers = "" if cfg.is_supervised else f"engines at {cfg.host}, router and "
+    servers = f"engines at {cfg.host}, router and " if cfg.plays else ""
     lines = [
         ("on", where),
         ("trainer", f"{ranks} rank{'s' if ranks > 1 else ''} = {layout}; {each}"),
@@ -90,7 +97,7 @@ def _placement(cfg: Config, world: World | None) -> Section:
         ("rollout workers", f"{players} processes" if players else "none, the manager plays the episodes"),
         ("addresses", f"{servers}Ray at 127.0.0.1; free ports, keys of the run"),
     ]
-    return [line for line in lines if not (cfg.is_supervised and line[0] in PLAYED)]
+    return _of_this_run(cfg, lines)
 
 
 def _batch(cfg: Config, run: RunDir | None, start: int) -> Section:
@@ -126,15 +133,16 @@ def _batch(cfg: Config, run: RunDir | None, start: int) -> Section:
 
 
 def _paths(cfg: Config, folder: Path, source: str | None) -> Section:
-    weights, saves = None if cfg.is_supervised else weights_place(cfg, folder), cfg.save_interval or cfg.best_metric
+    synced, saves = cfg.plays and cfg.trains, cfg.trains and (cfg.save_interval or cfg.best_metric)
+    weights = weights_place(cfg, folder) if synced else None
     lines = [
         ("model", str(cfg.hf_checkpoint)),
-        ("learned", cfg.train_data or cfg.sft_from),
+        ("learned", cfg.train_data or cfg.sft_from or cfg.load_debug_rollout_data),
         ("reference", cfg.ref_load),
         ("goes on from", source),
         ("run folder", str(folder)),
         ("checkpoints", str(Path(cfg.save) if cfg.save else folder / "checkpoints") if saves else None),
-        ("weights", None if cfg.is_supervised else f"a folder in {weights or 'the folder for temporary files'}"),
+        ("weights", f"a folder in {weights or 'the folder for temporary files'}" if synced else None),
         ("export", cfg.save_hf),
     ]
     for place in (folder, cfg.save, cfg.save_hf, weights):

@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,9 @@ from agentrl.evaluation.heldout import held_out_sets, rehearse_set
 from agentrl.loading import portable, portable_source
 from agentrl.orchestrator.cluster import Cluster, bundles_of, check_nodes
 from agentrl.orchestrator.handles import RolloutHandle, TrainerHandle, create_ranks
-from agentrl.orchestrator.loop import best_metrics, due, evaluates_at_start, keep_best, training_loop
+from agentrl.orchestrator.loop import best_metrics, due, evaluates_at_start, keep_best, rollout_loop, training_loop
 from agentrl.orchestrator.notices import at_start
+from agentrl.orchestrator.stored import StoredRollouts
 from agentrl.orchestrator.supervised import HELD_OUT, HeldOut, SupervisedData, check_examples, supervised_loop
 from agentrl.orchestrator.watch import ProcessLostError, Watch, with_pulse
 from agentrl.processes.signals import cancel_on_signals, stderr_to, write_log_to
@@ -58,13 +59,14 @@ LAST_SAVE_S = 600.0
 """Longest wait of a run that ends early for the checkpoint that is being written."""
 KILLED = (
     "agentrl train ended without a word: killed, perhaps for lack of memory, or ended by a library, see {logs}. "
-    "All its processes are gone; go on with: agentrl train --load {run}"
+    "All its processes are gone"
 )
+GO_ON = "; go on with: agentrl train --load {run}"
 ADOPTIONS = 3
 """How often a fork tries to get hold of the newest checkpoint of a run that goes on."""
 PATHS = (
     *("weight_snapshot_dir", "save", "save_hf", "hf_checkpoint", "ref_load", "critic_load", "chat_template"),
-    *("train_data", "sft_from", "eval_data"),
+    *("train_data", "sft_from", "eval_data", "load_debug_rollout_data"),
 )
 HOOKS = (
     "dynamic_sampling_filter_path",
@@ -93,7 +95,7 @@ def train(cfg: Config, attempt: Attempt | None = None) -> int:
         write_log_to(run.logs / "driver.log", cfg.log_level)
         log.info("start, process %d: %s", os.getpid(), ", ".join(f"{n} {v}" for n, v in installed().items()))
         progress = stack.enter_context(Progress(f"agentrl train · {run.path.name}", cfg.num_rollout))
-        last_words = KILLED.format(logs=shown(run.logs), run=shown(run.path))
+        last_words = (KILLED + (GO_ON if cfg.trains else "")).format(logs=shown(run.logs), run=shown(run.path))
         if attempt is not None:
             progress.started, last_words = attempt.began, ""
             # That very checkpoint until it is settled: the run may be told to go back to it.
@@ -114,7 +116,7 @@ def train(cfg: Config, attempt: Attempt | None = None) -> int:
                     start_engines_ahead(cfg, run),
                     Cluster(partial(bundles_of, cfg), namespace=run.path.name, temp_dir=temp_dir) as cluster,
                 ):
-                    running = _run_supervised if cfg.is_supervised else _run
+                    running = _run if cfg.plays else _run_without_engines
                     settled = partial(tell_load, attempt, run)
                     asyncio.run(running(run.config, cluster, run, progress, source, weights_dir, settled))
             elif source is not None:
@@ -141,7 +143,7 @@ def train(cfg: Config, attempt: Attempt | None = None) -> int:
 
 def start_engines_ahead(cfg: Config, run: RunDir) -> contextlib.AbstractContextManager[None]:
     """Engines import SGLang while Ray starts. Not where they may be placed on other machines, or there are none."""
-    if cfg.is_supervised or os.environ.get("RAY_ADDRESS") or cfg.host != "127.0.0.1":
+    if not cfg.plays or os.environ.get("RAY_ADDRESS") or cfg.host != "127.0.0.1":
         return contextlib.nullcontext()
     return engines_ahead(
         engine_spec(cfg, str(cfg.hf_checkpoint), World.here()), cfg.rollout_num_engines or 1, log_dir=run.logs
@@ -153,12 +155,14 @@ def checked(cfg: Config) -> Config:
     cfg = with_absolute_paths(cfg)
     check_nodes(cfg.actor_num_nodes)
     load_algorithm(cfg.section(AlgorithmOptions)).check(cfg.n_samples_per_prompt)
+    if cfg.dynamic_sampling_filter_path:
+        load_filter(cfg.dynamic_sampling_filter_path)
     if cfg.is_supervised:
         check_examples(cfg)
-    else:
-        if cfg.dynamic_sampling_filter_path:
-            load_filter(cfg.dynamic_sampling_filter_path)
+    elif cfg.plays:
         check_environment(cfg)
+    else:
+        StoredRollouts(cfg)
     return cfg
 
 
@@ -333,7 +337,7 @@ def weights_folder(cfg: Config, run: RunDir, warden: Warden) -> Iterator[str]:
     Raises:
         StorageError: there can be no such folder.
     """
-    if cfg.is_supervised:
+    if not (cfg.plays and cfg.trains):
         yield ""
         return
     base = weights_place(cfg, run.path)
@@ -370,11 +374,13 @@ async def _run(
         try:
             async with Watch(2 * cfg.rollout_health_check_timeout, stall=cfg.train_stall_timeout) as watch:
                 watch.processes(cluster.processes())
-                progress.stage("starting engines and trainer")
+                progress.stage("starting engines and trainer" if cfg.trains else "starting engines")
                 trainer, rollout = start_actors(cfg, cluster, run, weights_dir)
                 watch_ranks(watch, trainer, run)
                 watch.actor("the rollout manager", rollout.manager, run.logs / "rollout-manager.log")
-                if source is None and evaluates_at_start(cfg, run, 0) and not cluster.world.has_gpu:
+                if not cfg.trains:
+                    notes = await start_engines(rollout, again=False)
+                elif source is None and evaluates_at_start(cfg, run, 0) and not cluster.world.has_gpu:
                     # The ranks are not needed yet, and would take the cores on which the engines start.
                     notes = await start_engines(rollout, again=False)
                     await trainer.begin()
@@ -389,6 +395,9 @@ async def _run(
                 # Not before the engines run: a start that fails, or is ended as a mistake, has changed nothing.
                 settle(run, checkpoints, start, progress)
                 settled()
+                if not cfg.trains:
+                    await rollout_loop(cfg, rollout=rollout, run=run, progress=progress)
+                    return
                 await training_loop(
                     cfg, start=start, trainer=trainer, rollout=rollout, checkpoints=checkpoints, run=run,
                     progress=progress, world=cluster.world,
@@ -410,7 +419,7 @@ async def _run(
             await checkpoints.end(patience)
 
 
-async def _run_supervised(
+async def _run_without_engines(
     cfg: Config,
     cluster: Cluster,
     run: RunDir,
@@ -429,16 +438,12 @@ async def _run_supervised(
                 trainer = start_trainer(cfg, cluster, run, weights_dir)
                 watch_ranks(watch, trainer, run)
                 await trainer.begin()
-                _, data, held_out = await asyncio.gather(
-                    trainer.ready(), asyncio.to_thread(SupervisedData.of, cfg), asyncio.to_thread(HeldOut.of, cfg)
-                )
+                data, loop = await _stored(cfg, run, cluster.world)
+                await trainer.ready()
                 start = await load(source, trainer, data, progress)
                 settle(run, checkpoints, start, progress)
                 settled()
-                await supervised_loop(
-                    cfg, start=start, trainer=trainer, data=data, held_out=held_out, checkpoints=checkpoints, run=run,
-                    progress=progress,
-                )  # fmt: skip
+                await loop(cfg, start=start, trainer=trainer, checkpoints=checkpoints, run=run, progress=progress)
                 if cfg.save_hf:
                     progress.stage("exporting the model")
                     await trainer.save_hf(Path(cfg.save_hf))
@@ -448,6 +453,19 @@ async def _run_supervised(
         finally:
             progress.stage("stopping")
             await checkpoints.end(patience)
+
+
+async def _stored(
+    cfg: Config, run: RunDir, world: World
+) -> tuple[SupervisedData | StoredRollouts, Callable[..., Coroutine[Any, Any, None]]]:
+    """What is trained on where nothing is played, and the loop over it."""
+    if not cfg.is_supervised:
+        stored = StoredRollouts(cfg, run.store)
+        return stored, partial(training_loop, rollout=stored, world=world)
+    data, held_out = await asyncio.gather(
+        asyncio.to_thread(SupervisedData.of, cfg), asyncio.to_thread(HeldOut.of, cfg)
+    )
+    return data, partial(supervised_loop, data=data, held_out=held_out)
 
 
 async def start_engines(rollout: RolloutHandle, *, again: bool) -> list[str]:
@@ -488,9 +506,11 @@ def settle(run: RunDir, checkpoints: CheckpointStore, start: int, progress: Prog
 
 
 def start_trainer(cfg: Config, cluster: Cluster, run: RunDir, weights_dir: str) -> TrainerHandle:
-    """Create the ranks' actors."""
-    places = [cluster.options(i) for i in range(cfg.world_size)]
-    ranks = create_ranks(cfg, str(cfg.hf_checkpoint), places, weights_dir=weights_dir, log_dir=run.logs)
+    """Create the ranks' actors; none where nothing is trained."""
+    ranks = []
+    if cfg.trains:
+        places = [cluster.options(i) for i in range(cfg.world_size)]
+        ranks = create_ranks(cfg, str(cfg.hf_checkpoint), places, weights_dir=weights_dir, log_dir=run.logs)
     return TrainerHandle(ranks, num_steps=cfg.num_steps_per_rollout or 1, deadline=TRAIN_DEADLINE_S)
 
 
@@ -500,13 +520,13 @@ def start_actors(cfg: Config, cluster: Cluster, run: RunDir, weights_dir: str) -
 
     model = str(cfg.hf_checkpoint)
     trainer = start_trainer(cfg, cluster, run, weights_dir)
-    places = [cluster.options(i) for i in range(cfg.world_size, len(cluster.bundles))]
+    places = [cluster.options(i) for i in range(len(trainer.ranks), len(cluster.bundles))]
     engines = cfg.rollout_num_engines or 1
     of_engines, manager_place, of_workers = places[:engines], places[engines], places[engines + 1 :]
     manager = (
         with_pulse(RolloutManager)
         .options(**manager_place, max_concurrency=1000)
-        .remote(cfg, str(run.path), model, of_engines, cluster.world, trainer.ranks[0], of_workers)
+        .remote(cfg, str(run.path), model, of_engines, cluster.world, next(iter(trainer.ranks), None), of_workers)
     )
     episodes = cfg.rollout_batch_size * cfg.n_samples_per_prompt
     sets = 1 + len(cfg.eval_prompt_data) + len(cfg.eval_env)
@@ -525,6 +545,9 @@ def start_actors(cfg: Config, cluster: Cluster, run: RunDir, weights_dir: str) -
 
 def how_to_go_on(run: RunDir, progress: Progress) -> None:
     """After a failure or an interruption: what is saved, and what to type."""
+    if not run.config.trains:
+        progress.log(Text(f"what was played is stored in {shown(run.path)}"))
+        return
     saved = CheckpointStore(run.checkpoints).newest_step()
     if saved:
         progress.log(Text(f"saved up to step {saved}; go on with: agentrl train --load {shown(run.path)}"))
@@ -563,7 +586,10 @@ def report(run: RunDir, progress: Progress) -> None:
     following = {
         "train on an environment of your own": "agentrl train --env my_env.py:MyEnv",
     }
-    if CheckpointStore(run.checkpoints).newest_step():
+    if not run.config.trains:
+        again = f"agentrl train --load-debug-rollout-data {folder}"
+        following = {"look at the episodes": f"agentrl show {folder}", "train on them": again}
+    elif CheckpointStore(run.checkpoints).newest_step():
         what_it_does = {
             "look at episodes that failed": f"agentrl show {folder} --failed",
             "evaluate the trained agent": f"agentrl eval --run {folder}",

@@ -46,14 +46,15 @@ async def training_loop(
 ) -> None:
     """Train from rollout ``start`` to ``cfg.num_rollout``.
 
-    The model itself is evaluated as the engines have loaded it, while the trainer may still be loading.
+    The model itself is evaluated as the engines have loaded it, while the trainer may still be loading. Stored
+    rollouts need no engine: then nothing is synced or evaluated.
     """
     algorithm = load_algorithm(cfg.section(AlgorithmOptions))
     watch = AgreementWatch(Bounds.of(cfg, gpu=world.has_gpu).warn)
     at_start = evaluates_at_start(cfg, run, start)
     if at_start and not start:
         await together([evaluate(rollout, 0, run=run, progress=progress), trainer.ready()])
-    synced = await sync(start, trainer=trainer, rollout=rollout, progress=progress)
+    synced = await sync(start, trainer=trainer, rollout=rollout, progress=progress) if cfg.plays else {}
     keep_best(cfg, checkpoints=checkpoints, run=run, progress=progress)
     if at_start and start:
         await evaluate(rollout, start, run=run, progress=progress)
@@ -65,7 +66,7 @@ async def training_loop(
             progress.stage("rollout")
             generated = await rollout.generate(step, progress=progress)
             if generated is None:
-                progress.log(Text(f"no more tasks in the data source: done after {step} of {cfg.num_rollout} rollouts"))
+                progress.log(no_more(cfg, step))
                 await evaluation.done()
                 await end_early(
                     cfg, step, trainer=trainer, rollout=rollout, checkpoints=checkpoints, run=run, progress=progress
@@ -105,7 +106,7 @@ async def training_loop(
                 await checkpoints.save(version, trainer=trainer, rollout=rollout)
 
             synced = {}
-            if evaluates or due(version, cfg.update_weights_interval, cfg.num_rollout):
+            if cfg.plays and (evaluates or due(version, cfg.update_weights_interval, cfg.num_rollout)):
                 synced = await sync(version, trainer=trainer, rollout=rollout, progress=progress)
             if evaluates:
                 evaluation.begin(
@@ -115,6 +116,27 @@ async def training_loop(
                     await evaluation.done()
         await evaluation.done()
     await saved(checkpoints, progress)
+
+
+async def rollout_loop(cfg: Config, *, rollout: RolloutHandle, run: RunDir, progress: Progress) -> None:
+    """Play ``cfg.num_rollout`` rollouts and train on none (``--debug-rollout-only``)."""
+    lasting = Lasting()
+    for step in range(cfg.num_rollout):
+        began = time.monotonic()
+        progress.stage("rollout")
+        generated = await rollout.generate(step, progress=progress)
+        if generated is None:
+            progress.log(no_more(cfg, step))
+            return
+        report(step + 1, dict(generated.metrics), began, run=run, progress=progress)
+        progress.warn(lasting.say("lost", generated.lost))
+        progress.warn(generated.notes)
+
+
+def no_more(cfg: Config, step: int) -> Text:
+    """That there is nothing to go on with after so many rollouts."""
+    of = "tasks in the data source" if cfg.plays else f"rollouts in {cfg.load_debug_rollout_data}"
+    return Text(f"no more {of}: done after {step} of {cfg.num_rollout} rollouts")
 
 
 class Beside:
@@ -293,11 +315,13 @@ def report(version: int, metrics: dict[str, float], began: float, *, run: RunDir
     metrics["time/step"] = time.monotonic() - began
     log.info("step %d: %s", version, spoken(metrics))
     run.log_metrics(version, metrics)
+    pace = metrics.get("rollout/tokens_per_s")  # not of a stored rollout
+    norm = metrics.get("train/grad_norm")
     progress.step_done(
         version,
         metrics["rollout/reward"],
-        metrics["rollout/tokens_per_s"],
+        pace,
         f"step {version}: reward {metrics['rollout/reward']:.3f}  success {metrics['rollout/success']:.1%}  "
-        f"turns {metrics['rollout/turns']:.1f}  {metrics['rollout/tokens_per_s']:,.0f} tokens/s  "
-        f"grad norm {metrics.get('train/grad_norm', 0.0):.2f}  {metrics['time/step']:.1f} s",
+        f"turns {metrics['rollout/turns']:.1f}  {'' if pace is None else f'{pace:,.0f} tokens/s  '}"
+        f"{'' if norm is None else f'grad norm {norm:.2f}  '}{metrics['time/step']:.1f} s",
     )

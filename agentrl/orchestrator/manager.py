@@ -30,6 +30,7 @@ from agentrl.engines.actor import node_address
 from agentrl.engines.options import engine_spec
 from agentrl.engines.world import SHARED, World
 from agentrl.envs.registry import make_env
+from agentrl.errors import DataError
 from agentrl.evaluation.heldout import HeldOutSet, held_out_environments, held_out_sets
 from agentrl.orchestrator.ahead import Ahead
 from agentrl.orchestrator.buffer import Buffer
@@ -257,7 +258,7 @@ class RolloutManager:
         (since, before), now, after = self._since, time.monotonic(), self.workers.metrics()
         self._since, seconds = (now, after), min(rollout.seconds, now - since)
         groups = [*collected.lost, *collected.filtered, *collected.groups]
-        metrics = rollout_metrics(groups, seconds, step)
+        metrics = rollout_metrics(groups, seconds, step if self.cfg.trains else 0)
         metrics |= apart("rollout/stale", collected.stale)
         metrics |= apart("rollout/carried", [g for g in collected.groups if g.group_id in rollout.carried])
         if self.sink.keep is not None:
@@ -362,6 +363,11 @@ class RolloutManager:
 
     async def load_state(self, state: dict[str, Any], folder: str) -> None:
         """Go on from a checkpoint's state. Raises DataError."""
+        if "buffer" not in state:
+            raise DataError(
+                "the checkpoint is of a run with --load-debug-rollout-data, which has no place in the tasks. Start a "
+                "new run from its model: --hf-checkpoint with the checkpoint's folder hf."
+            )
         self.account.load_state_dict(state["buffer"])
         await asyncio.to_thread(self.buffer.load, Path(folder), state.get("played", {}))
         if self.buffer:
