@@ -15,7 +15,6 @@ NOT_AVAILABLE = {
     "offload": _ONE_SET_OF_DEVICES,
     "offload-train": _ONE_SET_OF_DEVICES,
     "offload-rollout": _ONE_SET_OF_DEVICES,
-    "buffer-filter-path": "choosing from the buffer by a filter",
     "use-opd": "on-policy distillation",
     "group-rm": "a reward that sees a whole group",
     "custom-reward-post-process-path": "changing rewards between scoring and training",

@@ -351,6 +351,10 @@ class LoopOptions:
     """Processes that play episodes, each its share of --rollout-concurrency; 0: the rollout manager plays them itself,
     which is one process less and easier to debug. One plays about a thousand turns a second. Unset: one for each 256 of
     --rollout-concurrency, at most one for each 4 cores, and 0 where that makes fewer than two."""
+    curriculum_path: str | None = None
+    """Which of the next tasks are handed out, one in four, from how often each was solved: `frontier` (about half of
+    the time), or a function of your own, `module:function` or `file.py:function`:
+    `curriculum(args, tasks, success, num_samples)` returns some of `tasks`."""
     data_source_path: str | None = None
     """Task source of your own, `module:Class` or `file.py:Class`, with `get_samples(num_samples)` and
     `add_samples(samples)`."""
@@ -380,6 +384,21 @@ class AsyncOptions:
     def oldest_version(self) -> int:
         """How many versions old a token can be that an undisturbed run trains on, without --partial-rollout."""
         return self.async_buffer_size + self.update_weights_interval - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """Replay of old trajectories"""
+
+    replay_share: Annotated[float, Range(low=0.0, high=1.0, high_open=True)] = 0.0
+    """Share of a batch's groups that were trained on in an earlier rollout: so many tasks fewer are played
+    (docs/asynchronous.md)."""
+    replay_buffer_size: Positive = 4
+    """Last rollouts of which they are taken. Their trajectories are kept in memory."""
+    buffer_filter_path: str = "newest"
+    """Which of them are taken: `newest`, `best` (by mean reward), `prioritized` (by the size of their advantages),
+    `stratified` (of all levels of success alike), or a function of your own, `module:function` or `file.py:function`:
+    `buffer_filter(args, buffer, num_samples)` returns groups of `buffer`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -761,6 +780,7 @@ class Config(
     AlgorithmOptions,
     SamplingOptions,
     LimitOptions,
+    ReplayOptions,
     AsyncOptions,
     LoopOptions,
     DatedTemplateOptions,
@@ -780,6 +800,11 @@ class Config(
     def plays(self) -> bool:
         """Whether episodes are played, so that there are engines, environments and a rollout manager."""
         return not self.is_supervised and not self.debug_train_only
+
+    @property
+    def replayed_groups(self) -> int:
+        """Groups of a batch that are of earlier rollouts."""
+        return round(self.replay_share * self.rollout_batch_size)
 
     @property
     def trains(self) -> bool:

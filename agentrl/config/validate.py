@@ -25,6 +25,7 @@ from agentrl.config.schema import (
     EvaluationOptions,
     LimitOptions,
     PassedOn,
+    ReplayOptions,
     SamplingOptions,
     SyncOptions,
     TrainingEvaluationOptions,
@@ -138,12 +139,13 @@ def _tasks(config: Config | EvalConfig, given: Explicit) -> Iterator[str]:
 
 _PLAYED = (
     *(EnvironmentOptions, SamplingOptions, LimitOptions, EngineOptions, SyncOptions),
-    *(EvaluationOptions, TrainingEvaluationOptions, CriticOptions, AlgorithmOptions),
+    *(EvaluationOptions, TrainingEvaluationOptions, CriticOptions, AlgorithmOptions, ReplayOptions),
 )
 _LEARNED = ("rollout_max_context_len", "loss_type", "loss_agg_mode", "loss_scale_factor", "custom_loss_function_path")
 _NOT_SUPERVISED = {
     *(field.name for section in _PLAYED for field in dataclasses.fields(section)),
-    *("n_samples_per_prompt", "data_source_path", "store_train_tokens", "sglang", "allow_remote_code"),
+    *("n_samples_per_prompt", "data_source_path", "curriculum_path", "store_train_tokens"),
+    *("sglang", "allow_remote_code"),
 } - {*_LEARNED, "eval_interval", "eval_before_train", "rollout_temperature"}
 """Options that say how episodes are played, and how a policy is trained on them."""
 
@@ -215,6 +217,8 @@ def _nothing_trained(config: Config) -> Iterator[str]:
             yield f"{flag} {asked}: {nothing}, so there is nothing to save."
     if config.auto_resume:
         yield f"--auto-resume: {nothing} and no checkpoint is written, so there is nothing to go on from."
+    if config.replay_share:
+        yield f"--replay-share {config.replay_share:g}: {nothing}, so there is nothing to train on again."
     if config.max_staleness is not None:
         yield f"--max-staleness {config.max_staleness}: {nothing}, so weights do not grow old."
 
@@ -426,6 +430,17 @@ def _filtered(config: Config) -> Iterator[str]:
             f"{config.rollout_batch_size}, such as {2 * config.rollout_batch_size}: a rollout ends when the first "
             f"{config.rollout_batch_size} tasks of so many have finished."
         )
+    if config.replay_share and config.mask_offpolicy_in_partial_rollout:
+        yield (
+            "--mask-offpolicy-in-partial-rollout leaves the old tokens out of the loss that --replay-share takes into "
+            "the batch: give one of them."
+        )
+    size, again = config.rollout_batch_size, config.replayed_groups
+    if config.replay_share and not 0 < again < size:
+        yield (
+            f"--replay-share {config.replay_share:g} of --rollout-batch-size {size} is {again} groups, which leaves "
+            f"{'nothing to replay' if not again else 'no new task'}: give a share of 1 to {size - 1} groups."
+        )
 
 
 def _asynchronous(config: Config) -> Iterator[str]:
@@ -500,6 +515,7 @@ _NEEDS: dict[str, tuple[Callable[[Config], bool], tuple[str, ...]]] = {
         ("over_sampling_batch_size",),
     ),
     "--partial-rollout": (lambda c: c.partial_rollout, ("mask_offpolicy_in_partial_rollout",)),
+    "--replay-share": (lambda c: c.replay_share > 0, ("replay_buffer_size", "buffer_filter_path")),
     "--use-wandb": (lambda c: c.use_wandb, ("wandb_project",)),
     "--lr-decay-style linear, cosine, inverse-square-root or WSD": (
         lambda c: c.lr_decay_style != "constant",

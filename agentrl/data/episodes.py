@@ -54,3 +54,9 @@ def solved(episode: Episode) -> bool:
     """What the environment said, of any of the agents; where it said nothing, whether the reward is above 0."""
     said = [t.success for t in episode if t.success is not None]
     return any(said) if said else reward_of(episode) > 0
+
+
+def oldest_version(group: Group) -> float:
+    """Version of the oldest weights that sampled a token of it; infinite where none was sampled."""
+    sampled = [s for t in group.trajectories for s in t.segments if s.num_sampled]
+    return min((int(s.versions[s.loss_mask == 1].min()) for s in sampled), default=math.inf)

@@ -173,9 +173,11 @@ class TrajectoryStore:
     def rewind(self, step: int) -> int:
         """Forget what came after ``step``, when a run goes on from an older checkpoint; returns the number of parts.
 
-        A training part of step s was sampled by the weights after s rollouts, so s itself is done again.
+        A part of training of step s is of the weights after s rollouts, so s itself is done again.
         """
-        gone = [part for part in self.parts() if part.step > step or (part.step == step and part.name == "train")]
+        of_training = [part for part in self.parts() if not part.name.startswith("eval-")]
+        gone = [part for part in self.parts() if part.step > step]
+        gone += [part for part in of_training if part.step == step]
         for part in gone:
             with storage_errors(part.path):
                 part.path.unlink(missing_ok=True)

@@ -24,6 +24,8 @@ from agentrl.algorithms import load_algorithm
 from agentrl.config.schema import AlgorithmOptions, Config
 from agentrl.config.serialize import read_run_config, run_folder_of
 from agentrl.data.checkpoint import Checkpoint, CheckpointStore
+from agentrl.data.curriculum import load_curriculum
+from agentrl.data.experience import load_buffer_filter
 from agentrl.data.export import copy_model
 from agentrl.data.files import FULL, storage_errors
 from agentrl.data.filters import load_filter
@@ -69,7 +71,7 @@ PATHS = (
     *("train_data", "sft_from", "eval_data", "load_debug_rollout_data"),
 )
 HOOKS = (
-    "dynamic_sampling_filter_path",
+    *("dynamic_sampling_filter_path", "buffer_filter_path", "curriculum_path"),
     *("env", "custom_rm_path", "custom_generate_function_path", "data_source_path"),
     *("advantage_estimator", "custom_loss_function_path"),
 )
@@ -157,6 +159,10 @@ def checked(cfg: Config) -> Config:
     load_algorithm(cfg.section(AlgorithmOptions)).check(cfg.n_samples_per_prompt)
     if cfg.dynamic_sampling_filter_path:
         load_filter(cfg.dynamic_sampling_filter_path)
+    if cfg.replay_share:
+        load_buffer_filter(cfg.buffer_filter_path)
+    if cfg.curriculum_path:
+        load_curriculum(cfg.curriculum_path)
     if cfg.is_supervised:
         check_examples(cfg)
     elif cfg.plays:

@@ -23,7 +23,9 @@ import numpy as np
 from agentrl.algorithms import load_algorithm
 from agentrl.config.schema import AlgorithmOptions, Config
 from agentrl.data.account import PendingGroup, TaskAccount, load_source
+from agentrl.data.curriculum import Curriculum, load_curriculum
 from agentrl.data.deaths import FailedTasks
+from agentrl.data.experience import Experience
 from agentrl.data.filters import load_filter
 from agentrl.data.store import TrajectoryStore
 from agentrl.engines.actor import node_address
@@ -48,7 +50,7 @@ from agentrl.processes.signals import write_log_to
 from agentrl.rollout.options import episode_limits, eval_params, open_chat, rollout_params, template_notes
 from agentrl.rollout.policies.sglang import EngineClient
 from agentrl.rollout.worker import Runner
-from agentrl.tasks.source import TaskSource
+from agentrl.tasks.source import DataSource, TaskSource
 from agentrl.types import Group, Trajectory
 from agentrl.weights.snapshot import Snapshot
 
@@ -189,6 +191,7 @@ class RolloutManager:
             size=cfg.rollout_batch_size,
             keep=load_filter(keep) if keep else None,
             at_once=cfg.rollout_batch_size if cfg.partial_rollout else at_once,
+            experience=Experience(cfg) if cfg.replay_share else None,
             max_staleness=cfg.max_staleness,
         )
         self.buffer = Buffer(cfg)
@@ -228,12 +231,15 @@ class RolloutManager:
         spec, kwargs = cfg.env_spec()
         if not self._worker_options:
             prepare(cfg)
+        source: DataSource
         if cfg.data_source_path:
             source = load_source(cfg.data_source_path, cfg)
         else:
             env = make_env(spec, kwargs, sandbox=cfg.sandbox)
             source = TaskSource.of_env(spec, env, seed=cfg.seed)
             env.close()
+        if cfg.curriculum_path:
+            source = Curriculum(cfg, source, load_curriculum(cfg.curriculum_path))
         return TaskAccount(source), held_out_sets(cfg) if cfg.eval_interval else []
 
     async def generate(self, step: int) -> Generated | None:
@@ -263,6 +269,8 @@ class RolloutManager:
         metrics |= apart("rollout/carried", [g for g in collected.groups if g.group_id in rollout.carried])
         if self.sink.keep is not None:
             metrics["rollout/filtered"] = float(len(collected.filtered))
+        if self.sink.experience is not None:
+            metrics["rollout/trained_again"] = float(len(collected.again))
         metrics |= {"time/rollout_wait": now - began, "data/rollouts_ahead": float(self.rollouts.ready)}
         metrics["rollout/replayed"] = after["replayed"] - before["replayed"]
         metrics |= {f"engine/{k}": after[k] - before[k] for k in ("retries", "continuations", "failures")}
@@ -283,7 +291,7 @@ class RolloutManager:
         log.info("rollout %d begins", step)
         done = False
         while not done:
-            wanted, suspects = self.sink.at_once, max(1, self.sink.at_once // 2)
+            wanted, suspects = rollout.at_once, max(1, rollout.at_once // 2)
             while await play(rollout, wanted, suspects):
                 wanted, suspects = await rollout.wanted(), 0
             done = await rollout.settle()
@@ -359,7 +367,7 @@ class RolloutManager:
         ahead = [group for rollout in self._ahead.values() for group in rollout.played]
         kept = self.buffer.to_save([*ahead, *self.carried.finished])
         played = await asyncio.to_thread(self.buffer.save, Path(folder), self._taken + 1, kept)
-        return {"buffer": account, "played": played}
+        return {"buffer": account, "played": played, "step": self._taken + 1}
 
     async def load_state(self, state: dict[str, Any], folder: str) -> None:
         """Go on from a checkpoint's state. Raises DataError."""
@@ -370,6 +378,9 @@ class RolloutManager:
             )
         self.account.load_state_dict(state["buffer"])
         await asyncio.to_thread(self.buffer.load, Path(folder), state.get("played", {}))
+        self._taken = int(state.get("step", 0)) - 1
+        if self.sink.experience is not None:
+            await asyncio.to_thread(self.sink.experience.load, self.store, self._taken + 1)
         if self.buffer:
             log.info("%d groups were played before the checkpoint and wait to be trained on", len(self.buffer))
 

@@ -14,6 +14,8 @@ import numpy as np
 from agentrl.algorithms import Algorithm, TrainBatch
 from agentrl.data.account import PendingGroup, TaskAccount
 from agentrl.data.deaths import TASK_DEATHS, FailedTasks, engines_failed, failures, lived, never_fits
+from agentrl.data.episodes import oldest_version
+from agentrl.data.experience import REPLAY, Experience
 from agentrl.data.filters import Filter
 from agentrl.data.store import TrajectoryStore
 from agentrl.errors import AgentRLError, EnvError
@@ -41,6 +43,8 @@ class Collected:
     """Played, but by weights that are too old by now; their tasks are handed out again."""
     filtered: list[Group]
     """Played, and left out by the filter."""
+    again: list[Group]
+    """Of earlier rollouts, in the batch after the groups of this one."""
     notes: str | None
     """Sentences on the tasks that were given up, or that the filter left out in vain."""
 
@@ -57,6 +61,7 @@ class Sink:
         size: groups of a rollout.
         keep: which groups are trained on; None for all.
         at_once: groups handed out at once with ``keep``, at least ``size``.
+        experience: groups of earlier rollouts that are trained on again; None for none.
         max_staleness: how many versions older than the trainer's the weights may be that sampled a token of a batch;
             None to take them as they are.
     """
@@ -71,16 +76,18 @@ class Sink:
         size: int,
         keep: Filter | None = None,
         at_once: int | None = None,
+        experience: Experience | None = None,
         max_staleness: int | None = None,
     ):
         self.account, self.algorithm, self.failed, self.store, self.size = account, algorithm, failed, store, size
         self.keep, self.at_once, self.max_staleness = keep, at_once or size, max_staleness
+        self.experience = experience
         self.has_lived = False
         self._in_training: tuple[int, Collected] | None = None
 
     def begin(self, step: int) -> Rollout:
         """A rollout to be collected."""
-        return Rollout(self, step)
+        return Rollout(self, step, self.size - (self.experience.number_at(step) if self.experience else 0))
 
     async def take(self, rollout: Rollout) -> Collected | None:
         """What came together, for weights of version ``rollout.step``; its episodes are stored. None where there were
@@ -105,10 +112,13 @@ class Sink:
             )
         if not groups:
             return None
-        chosen = self.algorithm.select(groups)
-        refuse_if_untrainable(groups, chosen, compares=self.algorithm.compares)
-        batch = TrainBatch.from_groups(groups, chosen)
-        collected = Collected(batch, groups, rollout.lost, stale, rollout.filtered, "; ".join(rollout.notes) or None)
+        again = self.experience.pick(rollout.step, limit) if self.experience else []
+        chosen = self.algorithm.select([*groups, *again])
+        new = chosen.intersection(t.trajectory_id for group in groups for t in group.trajectories)
+        refuse_if_untrainable(groups, new, compares=self.algorithm.compares)
+        batch = TrainBatch.from_groups([*groups, *again], chosen)
+        notes = "; ".join(rollout.notes) or None
+        collected = Collected(batch, groups, rollout.lost, stale, rollout.filtered, again, notes)
         self._in_training = rollout.step, collected
         return collected
 
@@ -119,14 +129,21 @@ class Sink:
             return
         (step, done), self._in_training = self._in_training, None
         groups, trained = [*done.lost, *done.stale, *done.filtered, *done.groups], set(done.batch.trajectory_ids)
-        done.batch.note_trained([t for group in groups for t in group.trajectories], columns, tokens=tokens)
+        everything = [t for group in [*groups, *done.again] for t in group.trajectories]
+        done.batch.note_trained(everything, columns, tokens=tokens)
+        if done.again:
+            await self._store(step, done.again, name=REPLAY)
         await self._store(step, groups)
         for group in done.groups:
             is_trained = any(t.trajectory_id in trained for t in group.trajectories)
             (self.account.mark_trained if is_trained else self.account.drop)([group.group_id])
+        if self.experience is not None:
+            taught = [g for g in done.groups if any(t.trajectory_id in trained for t in g.trajectories)]
+            self.experience.add(step, taught, done.again)
 
-    async def _store(self, step: int, groups: list[Group]) -> None:
-        await asyncio.to_thread(self.store.write, step, [t for group in groups for t in group.trajectories])
+    async def _store(self, step: int, groups: list[Group], *, name: str = "train") -> None:
+        trajectories = [t for group in groups for t in group.trajectories]
+        await asyncio.to_thread(self.store.write, step, trajectories, name=name)
 
     async def refuse(self, step: int, groups: list[Group], fruitless: int) -> NoReturn:
         """End the run: none of these groups lived. The next start plays other tasks first."""
@@ -153,8 +170,10 @@ class Rollout:
     is left over is given back. After :data:`FILTERED_ROUNDS` rounds it takes those that were left out.
     """
 
-    def __init__(self, sink: Sink, step: int):
-        self.sink, self.step = sink, step
+    def __init__(self, sink: Sink, step: int, size: int):
+        self.sink, self.step, self.size = sink, step, size
+        self.at_once = math.ceil(size * sink.at_once / sink.size)
+        """Groups handed out at first."""
         self.seconds = 0.0
         """How long it was played."""
         self.carried: set[str] = set()
@@ -203,15 +222,15 @@ class Rollout:
         by_engines = not alive and all(map(engines_failed, finished))  # then others would wait in vain, too
         if self._fruitless == FRUITLESS_ROLLOUTS or by_engines:
             await self.sink.refuse(self.step, self._dead, self._fruitless)
-        missing = self.sink.size - len(self.living)
+        missing = self.size - len(self.living)
         if self.sink.keep is None:
             return 0 if missing <= len(self.living) else missing
         if missing > 0 and self._rounds < FILTERED_ROUNDS:
-            return math.ceil(missing * self.sink.at_once / self.sink.size)
+            return math.ceil(missing * self.at_once / self.size)
         if missing > 0 and self.filtered:
             self._take_filtered(missing)
-        self.sink.account.give_back(group.group_id for group in self.living[self.sink.size :])
-        del self.living[self.sink.size :]
+        self.sink.account.give_back(group.group_id for group in self.living[self.size :])
+        del self.living[self.size :]
         return 0
 
     def _take_filtered(self, number: int) -> None:
@@ -258,12 +277,6 @@ class Rollout:
             self._try_again()
             return False
         return True
-
-
-def oldest_version(group: Group) -> float:
-    """Version of the oldest weights that sampled a token of it; infinite where none was sampled."""
-    sampled = [s for t in group.trajectories for s in t.segments if s.num_sampled]
-    return min((int(s.versions[s.loss_mask == 1].min()) for s in sampled), default=math.inf)
 
 
 def refuse_if_untrainable(groups: list[Group], chosen: set[str], *, compares: bool) -> None:

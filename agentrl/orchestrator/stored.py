@@ -19,6 +19,7 @@ from agentrl.algorithms import TrainBatch, load_algorithm
 from agentrl.config.schema import AlgorithmOptions
 from agentrl.data.deaths import lived
 from agentrl.data.episodes import by_group
+from agentrl.data.experience import REPLAY
 from agentrl.data.filters import load_filter
 from agentrl.data.store import TrajectoryStore
 from agentrl.errors import DataError, first_few
@@ -99,7 +100,9 @@ class StoredRollouts(RolloutHandle):
             groups = [group for group in groups if any(t.advantage is not None for t in group.trajectories)]
         else:
             groups = self._fitting([group for group in groups if lived(group)])
-        for trajectory in stored:
+        again = list(self._stored.read(REPLAY, step=step))
+        groups += by_group(again)
+        for trajectory in [*stored, *again]:
             trajectory.advantage = None
             for segment in trajectory.segments:
                 segment.trained = {}
