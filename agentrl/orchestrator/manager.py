@@ -275,7 +275,7 @@ class RolloutManager:
         metrics["rollout/replayed"] = after["replayed"] - before["replayed"]
         metrics |= {f"engine/{k}": after[k] - before[k] for k in ("retries", "continuations", "failures")}
         waited = max(1, len(self._worker_options)) * max(now - since, 1e-9)
-        metrics["engine/idle"] = 1 - (after["busy_seconds"] - before["busy_seconds"]) / waited
+        metrics["engine/idle"] = max(0.0, 1 - (after["busy_seconds"] - before["busy_seconds"]) / waited)
         prompt = after["prompt_tokens"] - before["prompt_tokens"]
         metrics["engine/cached_fraction"] = (after["cached_tokens"] - before["cached_tokens"]) / max(prompt, 1)
         metrics |= {f"data/{name}": float(count) for name, count in self.account.counts.items()}
