@@ -12,6 +12,7 @@ from typing import Any
 
 from agentrl.config.foreign import megatron_fields
 from agentrl.config.options import Option
+from agentrl.config.schema import ParallelOptions
 from agentrl.errors import ConfigError
 from agentrl.families import of
 from agentrl.families.family import dense, head_dim, rope, rotated_share
@@ -27,6 +28,7 @@ ACTS = frozenset(
         "disable_bf16_reduced_precision_matmul",
         # pipeline stages
         "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "batch_p2p_comm", "batch_p2p_sync",
+        "virtual_pipeline_model_parallel_size",
         # gradients and the optimizer
         "adam_eps", "apply_wd_to_qk_layernorm", "decoupled_weight_decay", "average_in_collective", "bucket_size",
         "overlap_grad_reduce", "overlap_param_gather", "pad_buckets_for_high_nccl_busbw",
@@ -88,7 +90,6 @@ _MTP = "multi-token prediction is not trained"
 _ATTENTION = "the attention is what the checkpoint's architecture has"
 _EIGHT_BIT = "training in 8 or 4 bits is not available"
 _CONTEXT = "--context-parallel-size is 1"
-_INTERLEAVED = "interleaved pipeline stages are not available"
 _MOMENTS = "a checkpoint of the trainer holds Adam's two moments in float32, and no other state"
 _LOADED = "weights come from the checkpoint"
 _ENGINE = "it needs TransformerEngine, whose modules are not told of it here"
@@ -121,10 +122,6 @@ REFUSED = {
             "keep_fp8_transpose_cache fp32_residual_connection enable_autocast"
         ),
         _CONTEXT: "hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel cp_comm_type",
-        _INTERLEAVED: (
-            "virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage overlap_p2p_comm "
-            "overlap_p2p_comm_warmup_flush overlap_param_gather_with_optimizer_step align_param_gather"
-        ),
         _MOMENTS: (
             "use_precision_aware_optimizer store_param_remainders optimizer_cpu_offload optimizer_offload_fraction "
             "use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params "
@@ -152,6 +149,7 @@ REFUSED = {
         ),
         "a step whose gradients are not finite is left out and counted": "check_for_nan_in_grad check_for_large_grads",
         _UNTRIED: (
+            "overlap_p2p_comm_warmup_flush overlap_param_gather_with_optimizer_step align_param_gather "
             "enable_cuda_graph cuda_graph_* external_cuda_graph test_mode config_logger_dir decoupled_lr "
             "decoupled_min_lr num_microbatches_with_partial_activation_checkpoints use_ring_exchange_p2p "
             "deallocate_pipeline_outputs distribute_saved_activations pipeline_model_parallel_layout "
@@ -169,6 +167,8 @@ OWNED = {
     "pipeline_model_parallel_size": "use --pipeline-model-parallel-size",
     "context_parallel_size": "use --context-parallel-size",
     "expert_model_parallel_size": "use --expert-model-parallel-size",
+    "microbatch_group_size_per_vp_stage": "it is the number of pipeline stages",
+    "overlap_p2p_comm": "it is on where the pipeline is interleaved (--virtual-pipeline-model-parallel-size)",
     "sequence_parallel": "use --sequence-parallel",
     "use_distributed_optimizer": "use --use-distributed-optimizer",
     "lr": "use --lr",
@@ -189,6 +189,25 @@ OWNED = {
     "calculate_per_token_loss": "the loss is always a mean over all tokens of a step",
 }
 """Options of Megatron that follow from options of ours or from the run, and from which."""
+
+
+AT_LEAST = {
+    "bucket_size": 1,
+    "num_layers_in_first_pipeline_stage": 1,
+    "num_layers_in_last_pipeline_stage": 1,
+    "recompute_num_layers": 1,
+    "virtual_pipeline_model_parallel_size": 2,
+}
+"""Option of numbers -> the least that it can be."""
+
+NEEDS = {
+    "bucket_size": ("overlap_grad_reduce", True),
+    "overlap_param_gather": ("overlap_grad_reduce", True),
+    "recompute_method": ("recompute_granularity", "full"),
+    "recompute_num_layers": ("recompute_granularity", "full"),
+    "recompute_modules": ("recompute_granularity", "selective"),
+}
+"""Option -> another and its value, without which it would do nothing."""
 
 
 def refusal(name: str) -> str | None:
@@ -244,6 +263,72 @@ def problems(given: Mapping[str, Any], model: Model) -> Iterator[str]:
         default = fields[name].default if name in fields else None
         if reason and (name in OWNED or (value and value != default)):
             yield f"{flag} {value} cannot be set: {reason}."
+
+
+def layout_problems(given: Mapping[str, Any], parallel: ParallelOptions, layers: int | None) -> Iterator[str]:
+    """What is wrong with options given for Megatron where ranks share a model of so many layers, one sentence each.
+
+    Megatron finds most of it too, but in each rank when it builds the model, or leaves an option without effect.
+
+    Args:
+        given: names with underscores -> values, of which each may be set by itself (:func:`problems`).
+        layers: of the model, where that is known.
+    """
+    flags = {name: _flag(name, value) for name, value in given.items()}
+    wrong = [name for name, least in AT_LEAST.items() if name in given and given[name] < least]
+    yield from (f"{flags[name]} is too small: it must be at least {AT_LEAST[name]}." for name in wrong)
+    if "adam_eps" in given and not 0 < given["adam_eps"] < 1:
+        yield f"{flags['adam_eps']}: it must be more than 0 and less than 1."
+    for name, (other, value) in NEEDS.items():
+        selective = name == "recompute_modules" and parallel.recompute_activations
+        if given.get(name) and given.get(other) != value and not selective:
+            yield f"{flags[name]} would do nothing: it needs {_flag(other, value)}."
+    for name in ("overlap_param_gather", "pad_buckets_for_high_nccl_busbw"):
+        if given.get(name) and not parallel.use_distributed_optimizer:
+            yield f"{flags[name]} would do nothing: it needs --use-distributed-optimizer."
+    full = ("recompute_method", "recompute_num_layers")
+    if given.get("recompute_granularity") == "full" and not all(given.get(name) for name in full):
+        yield (
+            "--recompute-granularity full needs --recompute-method and --recompute-num-layers: uniform and 1 keep the "
+            "least."
+        )
+    if given.get("virtual_pipeline_model_parallel_size") and given.get("batch_p2p_comm"):
+        yield (
+            f"{flags['batch_p2p_comm']} does not go with {flags['virtual_pipeline_model_parallel_size']}: stages of an "
+            "interleaved pipeline exchange one direction at a time."
+        )
+    if not wrong:
+        yield from _stage_problems(given, flags, parallel.pipeline_model_parallel_size, layers)
+
+
+def _flag(name: str, value: Any) -> str:
+    words = () if value is True else value if isinstance(value, list | tuple) else (value,)
+    return " ".join([f"--{name.replace('_', '-')}", *map(str, words)])
+
+
+def _stage_problems(
+    given: Mapping[str, Any], flags: Mapping[str, str], stages: int, layers: int | None
+) -> Iterator[str]:
+    virtual = "virtual_pipeline_model_parallel_size"
+    ends, chunks = [name for name in given if name.startswith("num_layers_in_")], given.get(virtual)
+    if stages == 1 and (ends or chunks):
+        names = " and ".join(flags[name] for name in (*ends, virtual) if name in given)
+        yield f"{names} would do nothing: it needs --pipeline-model-parallel-size of at least 2."
+    elif layers is not None:
+        middle, left = stages - len(ends), layers - sum(given[name] for name in ends)
+        if not ends and left % stages:
+            yield f"--pipeline-model-parallel-size {stages} does not divide the model's num_hidden_layers {layers}."
+        elif left < 0 or bool(left) != bool(middle) or (middle and left % middle):
+            yield (
+                f"{' and '.join(flags[name] for name in ends)} of the model's num_hidden_layers {layers} leaves {left} "
+                f"for {middle} other stages of --pipeline-model-parallel-size {stages}: these must have equally many."
+            )
+        else:
+            sizes = {*(given[name] for name in ends), *([left // middle] if middle else [])}
+            if odd := sorted(size for size in sizes if chunks and size % chunks):
+                yield f"{flags[virtual]} does not divide the {odd[0]} layers of a pipeline stage into equal chunks."
+            elif given.get("recompute_num_layers", 0) > (most := max(sizes) // (chunks or 1)):
+                yield f"{flags['recompute_num_layers']} is more than the {most} layers that a rank runs at a time."
 
 
 def passed_on(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -90,6 +90,7 @@ RENAMED = {
     "skip-eval-before-train": ("--no-eval-before-train",),
     "norm-epsilon": "--layernorm-epsilon",
     "num-experts": "--num-moe-experts",
+    "num-virtual-stages-per-pipeline-rank": "--virtual-pipeline-model-parallel-size",
     "decoder-first-pipeline-num-layers": "--num-layers-in-first-pipeline-stage",
     "decoder-last-pipeline-num-layers": "--num-layers-in-last-pipeline-stage",
     "sglang-server-concurrency": "--rollout-concurrency",
@@ -128,6 +129,8 @@ ADVICE = {
     "wandb-group": "Set the variable WANDB_RUN_GROUP.",
     "wandb-team": "Set the variable WANDB_ENTITY.",
     "tensorboard-dir": "TensorBoard files are in the run folder, see --output-dir.",
+    "num-layers-per-virtual-pipeline-stage": "Give --virtual-pipeline-model-parallel-size: the layers of a pipeline "
+    "stage ÷ this number.",
     "lr-warmup-fraction": "Give --lr-warmup-steps: the fraction × --num-rollout × --num-steps-per-rollout.",
 }
 """Flags of slime that have no flag for themselves here, with what to do."""

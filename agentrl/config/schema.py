@@ -679,7 +679,7 @@ class ParallelOptions:
     pipeline_model_parallel_size: Positive = 1
     """Ranks that share the stack of layers."""
     context_parallel_size: Positive = 1
-    """Ranks that share each sequence; only 1 is available yet."""
+    """Ranks that share each sequence; only 1 is available."""
     expert_model_parallel_size: Positive = 1
     """Ranks that share the experts of a mixture-of-experts model."""
     sequence_parallel: bool = False

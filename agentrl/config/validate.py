@@ -13,6 +13,7 @@ from typing import Any
 
 from agentrl.config.derive import batch_rule, constant_length
 from agentrl.config.foreign import remote_code
+from agentrl.config.megatron_options import layout_problems
 from agentrl.config.megatron_options import problems as megatron_problems
 from agentrl.config.options import options
 from agentrl.config.schema import (
@@ -312,14 +313,14 @@ def _model(config: Config | EvalConfig) -> Iterator[str]:
 
 def _parallel(config: Config, model: dict[str, Any]) -> Iterator[str]:
     """The parallel layout against the model."""
-    tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    tensor = config.tensor_model_parallel_size
     sizes = [(f"--tensor-model-parallel-size {tensor}", tensor, "num_attention_heads")]
     sizes += [(f"--tensor-model-parallel-size {tensor}", tensor, "num_key_value_heads")]
-    if not any(name.endswith(("pipeline_stage", "_layout", "pipeline_split")) for name in config.megatron):
-        sizes += [(f"--pipeline-model-parallel-size {pipeline}", pipeline, "num_hidden_layers")]
     for given, parts, key in sizes:
         if isinstance(size := model.get(key), int) and size % parts:
             yield f"{given} does not divide the model's {key} {size}."
+    layers = model.get("num_hidden_layers")
+    yield from layout_problems(config.megatron, config, layers if isinstance(layers, int) else None)
     experts = experts_of(model)
     if config.expert_model_parallel_size > 1 and (not experts or experts % config.expert_model_parallel_size):
         has = f"has {experts} experts" if experts else "has no experts"
@@ -357,8 +358,9 @@ def _layout(config: Config) -> Iterator[str]:
     context, expert = config.context_parallel_size, config.expert_model_parallel_size
     if context > 1:
         yield (
-            f"--context-parallel-size {context} is not available: only TransformerEngine's attention splits a "
-            "sequence, and with it that has not been tried. Leave it at 1; --sequence-parallel splits activations."
+            f"--context-parallel-size {context} is not available: it cuts each sequence in slices, the trainer packs "
+            "and weighs sequences that are whole, and only TransformerEngine's attention computes on slices. Leave it "
+            "at 1; --sequence-parallel splits activations."
         )
         return
     stage = tensor * config.data_parallel_size * context

@@ -6,6 +6,7 @@ import pytest
 
 from agentrl.config import foreign
 from agentrl.config import megatron_options as options
+from agentrl.config.schema import ParallelOptions
 
 pytestmark = pytest.mark.skipif(foreign.package_folder("megatron") is None, reason="reads the installed megatron-core")
 
@@ -86,6 +87,53 @@ def test_what_megatron_cannot_recompute_here_is_refused():
     (problem,) = problems(recompute_modules=["mlp", "layernorm"])
     assert problem.startswith("--recompute-modules mlp layernorm cannot be set")
     assert problems(recompute_modules=["mlp"]) == []
+
+
+VIRTUAL = "virtual_pipeline_model_parallel_size"
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+FULL = {"recompute_granularity": "full", "recompute_method": "block"}
+
+
+@pytest.mark.parametrize(
+    ("given", "stages", "text"),
+    [
+        ({"adam_eps": 0.0}, 1, "--adam-eps 0.0: it must be more than 0"),
+        ({"adam_eps": float("nan")}, 1, "--adam-eps nan: it must be more than 0"),
+        ({"bucket_size": 0, "overlap_grad_reduce": True}, 1, "--bucket-size 0 is too small"),
+        ({"bucket_size": 9}, 1, "--bucket-size 9 would do nothing: it needs --overlap-grad-reduce."),
+        ({"overlap_grad_reduce": True, "overlap_param_gather": True}, 1, "it needs --use-distributed-optimizer"),
+        ({"recompute_granularity": "full"}, 1, "needs --recompute-method and --recompute-num-layers"),
+        ({**FULL, "recompute_num_layers": -1}, 1, "--recompute-num-layers -1 is too small"),
+        ({**FULL, "recompute_num_layers": 5}, 1, "--recompute-num-layers 5 is more than the 4 layers"),
+        ({**FULL, "recompute_num_layers": 3}, 2, "--recompute-num-layers 3 is more than the 2 layers"),
+        ({**FULL, "recompute_num_layers": 2, VIRTUAL: 2}, 2, "--recompute-num-layers 2 is more than the 1 layers"),
+        ({"recompute_num_layers": 1}, 1, "would do nothing: it needs --recompute-granularity full"),
+        ({"recompute_modules": ["mlp"]}, 1, "--recompute-modules mlp would do nothing"),
+        ({VIRTUAL: 1}, 2, "too small: it must be at least 2"),
+        ({VIRTUAL: 2}, 1, "needs --pipeline-model-parallel-size of at least 2"),
+        ({VIRTUAL: 3}, 2, "does not divide the 2 layers of a pipeline stage"),
+        ({VIRTUAL: 2, "batch_p2p_comm": True}, 2, "--batch-p2p-comm does not go with"),
+        ({FIRST: 1}, 1, f"--{FIRST.replace('_', '-')} 1 would do nothing"),
+        ({FIRST: 0}, 2, "too small: it must be at least 1"),
+        ({FIRST: 4}, 2, "leaves 0 for 1 other stages"),
+        ({FIRST: 1, LAST: 1}, 2, "leaves 2 for 0 other stages"),
+        ({FIRST: 1}, 3, "leaves 3 for 2 other stages"),
+        ({LAST: 1, VIRTUAL: 2}, 2, "does not divide the 1 layers"),
+        ({}, 3, "--pipeline-model-parallel-size 3 does not divide the model's num_hidden_layers 4"),
+    ],
+)  # fmt: skip
+def test_what_megatron_would_find_late_or_leave_without_effect_is_refused(given, stages, text):
+    (problem,) = options.layout_problems(given, ParallelOptions(pipeline_model_parallel_size=stages), layers=4)
+    assert text in problem
+
+
+def test_what_goes_together_is_accepted():
+    parallel = ParallelOptions(pipeline_model_parallel_size=2, use_distributed_optimizer=True)
+    given = {**FULL, "recompute_num_layers": 1, VIRTUAL: 2, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    assert not list(options.layout_problems(given, parallel, 4))
+    assert not list(options.layout_problems({FIRST: 1, "adam_eps": 1e-6}, parallel, 4))
+    mlp = ParallelOptions(recompute_activations=True)
+    assert not list(options.layout_problems({"recompute_modules": ["mlp"]}, mlp, 4))
 
 
 def test_all_of_a_command_line_is_refused_before_anything_starts(load, refused, model):

@@ -64,6 +64,10 @@ def test_a_derived_batch_always_satisfies_the_rule(batch, samples, size, steps):
         ),
         (("--sequence-parallel",), ("--sequence-parallel", "--tensor-model-parallel-size")),
         (("--context-parallel-size", "2"), ("--context-parallel-size 2", "TransformerEngine", "Leave it at 1")),
+        (
+            ("--virtual-pipeline-model-parallel-size", "2"),
+            ("--virtual-pipeline-model-parallel-size 2", "--pipeline-model-parallel-size of at least 2"),
+        ),
         (("--gradient-accumulation-fusion",), ("--gradient-accumulation-fusion", "needs CUDA", "not been tried")),
         (("--expert-model-parallel-size", "2"), ("--expert-model-parallel-size 2", "no experts")),
         (("--actor-num-gpus-per-node", "512"), ("--global-batch-size 256", "512 data-parallel ranks")),

@@ -87,6 +87,8 @@ def test_notes_are_for_training_only(model):
         (("--save-retain-interval", "3"), "--keep-last", "save-interval"),
         (("--eval-input-key", "q"), "--env-arg NAME.input_key=KEY", "?"),
         (("--num-epoch", "3"), "--num-rollout", "?"),
+        (("--num-virtual-stages-per-pipeline-rank", "2"), "--virtual-pipeline-model-parallel-size", "?"),
+        (("--num-layers-per-virtual-pipeline-stage", "2"), "layers of a pipeline stage ÷ this number", "?"),
         (("--decoder-last-pipeline-num-layers", "3"), "--num-layers-in-last-pipeline-stage", "?"),
         (("--custom-rm-path", "pkg.mod.func", "--prompt-data", "x.jsonl"), "write pkg.mod:func", "?"),
     ],
