@@ -257,16 +257,16 @@ def activations(cfg: Config, shape: Shape, item: int, device: str) -> float:
     layers = ceil(shape.layers / stages)
     residual = shape.hidden / (tensor if cfg.sequence_parallel else 1)
     a_norm, attention, mlp = _of_layer(shape, device, item)
-    recomputed = cfg.megatron.get("recompute_granularity")
     norms = 2 * a_norm * residual
-    if cfg.recompute_activations or recomputed == "selective":
-        of_layer = norms + attention / tensor
-        again = mlp / tensor
-    elif recomputed == "full":
+    if cfg.megatron.get("recompute_granularity") == "full":
         of_layer, again = residual, norms + (attention + mlp) / tensor
+    elif cfg.recompute_activations or "mlp" in (cfg.megatron.get("recompute_modules") or ()):
+        of_layer, again = norms + attention / tensor, mlp / tensor
     else:
         of_layer, again = norms + (attention + mlp) / tensor, 0.0
-    in_flight = min(stages, 8) if stages > 1 else 1
+    in_flight: float = min(stages, 8) if stages > 1 else 1
+    if chunks := cfg.megatron.get("virtual_pipeline_model_parallel_size"):  # chunks in flight on the first stage
+        in_flight = (2 * (stages - 1) + (chunks - 1) * stages + 1) / chunks
     kept = item * tokens * (in_flight * layers * of_layer + again + 3 * shape.ffn / tensor)  # and gradients of a layer
     logits = 4 * tokens * shape.vocab / tensor
     softmax = logits if is_kept(tokens, shape.vocab // tensor, device) else 0

@@ -20,18 +20,26 @@ from pathlib import Path
 import numpy as np
 
 LIMIT = 1e-4
+INTERLEAVED = {"pipeline_model_parallel_size": 2, "megatron": {"virtual_pipeline_model_parallel_size": 2}}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LAYOUTS = {
     "1x1x1": {},
     "dp2": {},
     "dp2 distributed optimizer": {"use_distributed_optimizer": True},
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2 sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "tp2 sequence parallel, recomputed": {
+        "tensor_model_parallel_size": 2, "sequence_parallel": True, "megatron": FULL
+    },
     "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2 interleaved": INTERLEAVED,
     "tp2 pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    "tp2 pp2 interleaved": {**INTERLEAVED, "tensor_model_parallel_size": 2},
     "pp2 dp2": {"pipeline_model_parallel_size": 2},
+    "pp2 interleaved dp2 distributed optimizer": {**INTERLEAVED, "use_distributed_optimizer": True},
     "tp2 dp2 sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
 }
-RANKS = {"1x1x1": 1, "tp2 pp2": 4, "pp2 dp2": 4, "tp2 dp2 sequence parallel": 4}
+RANKS = {"1x1x1": 1} | {name: 4 for name in LAYOUTS if len({"tp2", "pp2", "dp2"} & set(name.split())) == 2}
 
 
 def write_checkpoint(path: Path) -> None:
@@ -130,7 +138,7 @@ def main() -> int:
         }
         worst[name] = differences
         print(
-            f"{name:28s} loss {result['loss'][0]:+.7f} {result['loss'][1]:+.7f}  grad norm "
+            f"{name:42s} loss {result['loss'][0]:+.7f} {result['loss'][1]:+.7f}  grad norm "
             f"{result['grad_norm'][0]:.6f} {result['grad_norm'][1]:.6f}  largest relative difference "
             f"loss {differences['loss']:.1e} grad norm {differences['grad_norm']:.1e}"
         )

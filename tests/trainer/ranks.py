@@ -20,6 +20,7 @@ LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2 interleaved": {"pipeline_model_parallel_size": 2, "megatron": {"virtual_pipeline_model_parallel_size": 2}},
     "dp2": {},
     "dp2 dist": {"use_distributed_optimizer": True},
     # Weights that arrive in the next forward pass: what is exported and saved must be current nevertheless.
@@ -28,6 +29,51 @@ LAYOUTS = {
         "megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20_000},
     },
 }
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+MORE = {
+    "tp2 full": {"tensor_model_parallel_size": 2, "megatron": FULL},
+    "tp2 sp full": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "megatron": FULL},
+    "tp2 sp selective": {
+        "tensor_model_parallel_size": 2, "sequence_parallel": True, "megatron": {"recompute_granularity": "selective"},
+    },
+    "tp2 sp mlp": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "recompute_activations": True},
+    "pp2 full": {
+        "pipeline_model_parallel_size": 2, "megatron": {**FULL, "recompute_method": "block", "recompute_num_layers": 2},
+    },
+    "pp2 interleaved full": {
+        "pipeline_model_parallel_size": 2, "megatron": {**FULL, "virtual_pipeline_model_parallel_size": 2},
+    },
+    "pp2 uneven": {"pipeline_model_parallel_size": 2, "megatron": {"num_layers_in_first_pipeline_stage": 1}},
+    "dp2 dist full": {"use_distributed_optimizer": True, "megatron": FULL},
+}  # fmt: skip
+"""More layouts of two ranks, among them each way to recompute."""
+FOUR = {
+    "tp2 pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    "tp2 pp2 sp": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
+    "tp2 pp2 interleaved": {
+        "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2,
+        "megatron": {"virtual_pipeline_model_parallel_size": 2},
+    },
+    "pp4": {"pipeline_model_parallel_size": 4},
+    "tp2 dp2": {"tensor_model_parallel_size": 2},
+    "tp2 dp2 sp dist": {
+        "tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True
+    },
+    "pp2 dp2": {"pipeline_model_parallel_size": 2, "recompute_activations": True},
+    "pp2 dp2 dist late gather": {**LAYOUTS["dp2 late gather"], "pipeline_model_parallel_size": 2},
+    "pp2 interleaved dp2 dist late gather": {
+        "pipeline_model_parallel_size": 2, "use_distributed_optimizer": True,
+        "megatron": {"virtual_pipeline_model_parallel_size": 2, **LAYOUTS["dp2 late gather"]["megatron"]},
+    },
+}  # fmt: skip
+"""Layouts of four ranks."""
+BF16 = {
+    "tp2 sp": LAYOUTS["tp2 sp"],
+    "pp2 interleaved": LAYOUTS["pp2 interleaved"],
+    "dp2 dist": LAYOUTS["dp2 dist"],
+}
+"""Layouts that are also run with weights in bfloat16, gradients and what the optimizer holds in float32."""
 
 ESTIMATORS = {
     "tp2 gspo": {
@@ -82,10 +128,36 @@ def measure(trainer, folder: Path, original: dict) -> dict:
 
 
 RELOADS = {
-    "tp2 sp to pp2": "tp2 sp", "pp2 to dp2 dist": "pp2", "dp2 dist to tp2": "dp2 dist", "alone to dp2 dist": "alone",
-    "alone to pp2": "alone",
+    "tp2 sp to pp2 interleaved": "tp2 sp", "pp2 interleaved to dp2 dist": "pp2 interleaved",
+    "dp2 dist to tp2": "dp2 dist", "alone to dp2 dist": "alone", "alone to pp2": "alone",
 }  # fmt: skip
 """A layout that loads the state of another -> the latter. ``alone`` is one rank."""
+
+
+def run_layouts(
+    rank: int,
+    listeners: dict[str, socket.socket],
+    layouts: dict[str, dict],
+    ranks: int,
+    checkpoint: str,
+    out: str,
+    options: dict,
+) -> dict[str, dict]:
+    """These layouts of so many ranks in this process, one after the other; rank 0 also writes ``<ranks>.json``."""
+    from safetensors.torch import load_file
+
+    from agentrl.config.schema import TrainerOptions
+
+    original, results = load_file(Path(checkpoint) / "model.safetensors"), {}
+    for name, layout in layouts.items():
+        trainer = join(rank, ranks, listeners[name], checkpoint, TrainerOptions(**options, **layout))
+        folder = Path(out) / name
+        folder.mkdir(exist_ok=True)
+        results[name] = measure(trainer, folder, original)
+        trainer.close()
+        if rank == 0:
+            (Path(out) / f"{ranks}.json").write_text(json.dumps(results))
+    return results
 
 
 def run(rank: int, listeners: dict[str, socket.socket], checkpoint: str, out: str) -> None:
@@ -95,15 +167,7 @@ def run(rank: int, listeners: dict[str, socket.socket], checkpoint: str, out: st
 
     from agentrl.config.schema import TrainerOptions
 
-    original = load_file(Path(checkpoint) / "model.safetensors")
-    results = {}
-    for name in LAYOUTS:
-        options = TrainerOptions(**WITH_CRITIC, **LAYOUTS[name])
-        trainer = join(rank, 2, listeners[name], checkpoint, options)
-        folder = Path(out) / name
-        folder.mkdir(exist_ok=True)
-        results[name] = measure(trainer, folder, original)
-        trainer.close()
+    results = run_layouts(rank, listeners, LAYOUTS, 2, checkpoint, out, WITH_CRITIC)
     for name, changes in ESTIMATORS.items():
         options = TrainerOptions(**{**OPTIONS, "use_rollout_logprobs": False, **changes})
         trainer = join(rank, 2, listeners[name], checkpoint, options)

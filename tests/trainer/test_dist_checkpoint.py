@@ -86,7 +86,7 @@ def save_as_megatron(checkpoint, folder, metadata=None, *, layer_freq=None, besi
     try:
         conversion = models.make_conversion(models.read_config(checkpoint), TrainerOptions(dtype="fp32"), layout)
         model = models.build_model(conversion)
-        conversion.load(model, Path(checkpoint))
+        conversion.load([model], Path(checkpoint))
         if layer_freq is not None:
             conversion.config.moe_layer_freq = layer_freq
         state = {"model": model.sharded_state_dict(metadata=metadata), "args": Namespace(), **(beside or {})}

@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from agentrl.algorithms import ALGORITHMS, TrainBatch
-from agentrl.config.schema import OptimizerOptions
+from agentrl.config.megatron_options import layout_problems
+from agentrl.config.schema import OptimizerOptions, ParallelOptions
 from agentrl.data.writes import Writes
 from agentrl.errors import CheckpointError, ConfigError, GradientError
 from tests.trainer.samples import fresh, log_probs, random_batch, tiny_checkpoint, train
@@ -458,11 +461,49 @@ def test_recomputing_activations_keeps_fewer_of_them(make_trainer):
         ({"context_parallel_size": 2}, "context-parallel-size"),
         ({"sequence_parallel": True}, "sequence-parallel needs"),
         ({"advantage_estimator": "gripo"}, "Did you mean 'grpo'"),
+        ({"megatron": {"recompute_granularity": "full"}}, "needs --recompute-method"),
+        ({"megatron": {"apply_rope_fusion": True}}, "needs TransformerEngine"),
+        ({"megatron": {"gradient_accumulation_fusion": True}}, "needs CUDA and a kernel of apex or TransformerEngine"),
     ],
 )
 def test_wrong_options_are_refused(make_trainer, options, text):
     with pytest.raises(ConfigError, match=text):
         make_trainer(**options)
+
+
+_SOME = st.none() | st.integers(0, 6)
+
+
+@given(st.integers(1, 12), st.integers(1, 4), _SOME, _SOME, _SOME, _SOME)
+def test_layers_that_are_dealt_to_stages_are_those_that_megatron_deals(layers, stages, first, last, chunks, recomputed):
+    """What is accepted, Megatron accepts, and every layer runs once, in order."""
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    from agentrl.trainer.megatron import core  # noqa: F401  # Megatron as it is here
+
+    options = {
+        "num_layers_in_first_pipeline_stage": first,
+        "num_layers_in_last_pipeline_stage": last,
+        "virtual_pipeline_model_parallel_size": chunks,
+        "recompute_num_layers": recomputed,
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    if recomputed is not None:
+        options |= {"recompute_granularity": "full", "recompute_method": "block"}
+    if list(layout_problems(options, ParallelOptions(pipeline_model_parallel_size=stages), layers)):
+        return
+    config = TransformerConfig(
+        num_layers=layers, hidden_size=8, num_attention_heads=1, pipeline_model_parallel_size=stages,
+        pipeline_dtype=torch.float32, **options,
+    )  # fmt: skip
+    parts = [(chunk if chunks else None, stage) for chunk in range(chunks or 1) for stage in range(stages)]
+    run = []
+    for part in parts:
+        offset = get_transformer_layer_offset(config, *part)
+        run += range(offset, offset + get_num_layers_to_build(config, *part))
+    assert run == list(range(layers))
 
 
 def test_unusable_checkpoints_are_refused(make_trainer, tmp_path):

@@ -63,13 +63,16 @@ class Conversion:
 
     # -- names ------------------------------------------------------------------------------------
 
-    def tensors(self, model: GPTModel) -> dict[str, Tensor]:
+    def tensors(self, *chunks: GPTModel) -> dict[str, Tensor]:
         """What this rank holds of the model, by name: parameters, and the biases of routers, which are none."""
-        held: dict[str, Tensor] = dict(model.named_parameters())
-        held |= {name: value for name, value in model.named_buffers() if name.endswith(".expert_bias")}
-        return {self.name(model, local): tensor for local, tensor in held.items()}
+        whole: dict[str, Tensor] = {}
+        for chunk in chunks:
+            held: dict[str, Tensor] = dict(chunk.named_parameters())
+            held |= {name: value for name, value in chunk.named_buffers() if name.endswith(".expert_bias")}
+            whole |= {self.name(chunk, local): tensor for local, tensor in held.items()}
+        return whole
 
-    def name(self, model: GPTModel, local: str) -> str:
+    def name(self, chunk: GPTModel, local: str) -> str:
         """The name of a parameter in the whole model."""
         head, _, rest = local.partition("decoder.layers.")
         if head or not rest:
@@ -79,7 +82,7 @@ class Conversion:
             first = self.layout.ep_rank * ((self.config.num_moe_experts or 0) // self.layout.ep)
             expert, part = (found[1], found[2]) if found[1] else (found[4], found[3])
             rest = f"mlp.experts.{first + int(expert)}.{part}.weight"
-        return f"decoder.layers.{model.decoder.layers[int(number)].layer_number - 1}.{rest}"
+        return f"decoder.layers.{chunk.decoder.layers[int(number)].layer_number - 1}.{rest}"
 
     def source(self, name: str) -> Source:
         """Raises ConfigError where the family has no such parameter."""
@@ -145,14 +148,14 @@ class Conversion:
 
     # -- a checkpoint -----------------------------------------------------------------------------
 
-    def load(self, model: GPTModel, folder: Path) -> None:
+    def load(self, chunks: Iterable[GPTModel], folder: Path) -> None:
         """Set the weights of this rank's part. Collective.
 
         Raises:
             ConfigError: the checkpoint has a tensor that no part of the model takes.
             CheckpointError: it lacks one that the model needs.
         """
-        held = self.tensors(model)
+        held = self.tensors(*chunks)
         with torch.no_grad():
             for name, part in self.read(held, folder):
                 held[name].copy_(part)

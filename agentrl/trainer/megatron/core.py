@@ -6,7 +6,9 @@ method is collective: all ranks of the world call it with the same arguments.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,20 +90,24 @@ class Core:
         self.device = torch.device("cpu") if cpu.on_cpu() else torch.device("cuda", torch.cuda.current_device())
         self.conversion = models.make_conversion(hf_config, options, layout, logits=not values)
         self._flops = Flops.of(hf_config.to_dict())
-        self.model = models.build_model(self.conversion)
-        self.conversion.load(self.model, self.hf_checkpoint)
+        self.chunks = models.build_chunks(self.conversion)
+        """Its layers in order: in one piece, or in those that an interleaved pipeline gives this rank."""
+        self.model = self.chunks[-1]
+        """The chunk that ends, on the last stage, with what the head reads."""
+        self.conversion.load(self.chunks, self.hf_checkpoint)
         if values and layout.last_stage:
             self.model.value_head = ValueHead.read(self.model.config, self.hf_checkpoint)
-        self.ddp = models.wrap_ddp(self.model, options)
+        self.ddp_chunks = [models.wrap_ddp(chunk, options) for chunk in self.chunks]
+        self.ddp = self.ddp_chunks[-1]
         self.model.config.finalize_model_grads_func = finalize_model_grads
         if self.ddp.ddp_config.overlap_grad_reduce:
             # Gradients travel after the last micro-batch; Megatron otherwise expects as many of them in each step.
-            self.model.config.no_sync_func = self.ddp.no_sync
-        self.optimizer = build_optimizer(self.ddp, options)
+            self.model.config.no_sync_func = self._no_sync
+        self.optimizer = build_optimizer(self.ddp_chunks, options)
         self.scheduler = build_scheduler(self.optimizer, options, total_steps)
         # Megatron's --overlap-param-gather: updated weights reach the other ranks in the next forward pass.
         self.gathers_late = self.ddp.use_forward_hook
-        self._state = ModelState(self.model, self.conversion, self.optimizer, self.scheduler, layout)
+        self._state = ModelState(self.chunks, self.conversion, self.optimizer, self.scheduler, layout)
         self.steps_done = self.steps_skipped = self._in_a_row = 0
 
     def load_hf(self, path: str | Path) -> None:
@@ -111,7 +117,7 @@ class Core:
             ConfigError: its ``config.json`` asks for another model, be it with weights of the same shapes.
         """
         models.check_same(models.read_config(path), self.conversion.hf_config, Path(path))
-        self.conversion.load(self.model, Path(path))
+        self.conversion.load(self.chunks, Path(path))
         self.optimizer.reload_model_params()
 
     # -- forward and backward ---------------------------------------------------------------------
@@ -129,6 +135,8 @@ class Core:
             dp=self.layout.dp,
             max_tokens=None if fixed else self.options.max_tokens_per_gpu,
             micro_batch_size=fixed,
+            # Stages of an interleaved pipeline take turns in rounds of as many micro-batches as there are of them.
+            multiple_of=self.layout.pp if self.layout.vpp > 1 else 1,
             num_steps=num_steps,
             keys=keys,
         )
@@ -152,22 +160,36 @@ class Core:
 
         mine = step.ranks[self.layout.dp_rank]
         if not forward_only:
-            self.ddp.zero_grad_buffer()
+            for chunk in self.ddp_chunks:
+                chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-        self.model.train(not forward_only)  # no dropout in a forward pass, and nothing is kept for a backward one
+        # Every chunk of layers takes every micro-batch; it is packed once, and dropped when the last has taken it.
+        packed = itertools.tee((self.pack(batch, samples) for samples in mine), len(self.chunks))
+        self._train(not forward_only)  # no dropout in a forward pass, and nothing is kept for a backward one
         try:
             with torch.set_grad_enabled(not forward_only):
                 return get_forward_backward_func()(
                     forward_step_func=forward,
-                    data_iterator=(self.pack(batch, samples) for samples in mine),
-                    model=self.ddp,
+                    data_iterator=list(packed),
+                    model=self.ddp_chunks,
                     num_microbatches=len(mine),
                     seq_length=self.options.max_tokens_per_gpu,
                     micro_batch_size=1,
                     forward_only=forward_only,
                 )
         finally:
-            self.model.train()
+            self._train(True)
+
+    def _train(self, mode: bool) -> None:
+        for chunk in self.chunks:
+            chunk.train(mode)
+
+    @contextlib.contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for chunk in self.ddp_chunks:
+                stack.enter_context(chunk.no_sync())
+            yield
 
     def scale(self, step: packing.Step) -> int:
         """What a weight of a token must be multiplied with, see :meth:`run`."""
@@ -215,7 +237,8 @@ class Core:
     def settle(self) -> None:
         """After the last update: export and log-probabilities would otherwise see some weights of before."""
         if self.gathers_late:
-            self.ddp.start_param_sync(force_sync=True)
+            for chunk in self.ddp_chunks:
+                chunk.start_param_sync(force_sync=True)
 
     # -- over the world ---------------------------------------------------------------------------
 
@@ -246,7 +269,7 @@ class Core:
 
     @functools.cached_property
     def _exporter(self) -> Exporter:
-        return Exporter(self.model, self.conversion)
+        return Exporter(self.chunks, self.conversion)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """``(hf_name, full tensor)`` of every weight, on every rank in lockstep. See Exporter."""

@@ -51,9 +51,9 @@ class Exporter:
     same time and to the same point, for each tensor costs collectives.
     """
 
-    def __init__(self, model: PolicyModel, conversion: Conversion):
+    def __init__(self, chunks: Iterable[PolicyModel], conversion: Conversion):
         self._conversion, layout = conversion, conversion.layout
-        self._held = conversion.tensors(model)
+        self._held = conversion.tensors(*chunks)
         mine = [
             _Item(
                 stage=layout.pp_rank,

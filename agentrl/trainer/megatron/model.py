@@ -10,10 +10,12 @@ import dataclasses
 import difflib
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
@@ -33,7 +35,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from agentrl import families
-from agentrl.config.megatron_options import CHECKPOINT, passed_on, problems
+from agentrl.config.megatron_options import CHECKPOINT, layout_problems, passed_on, problems
 from agentrl.config.schema import TrainerOptions
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.families.family import head_dim, rope, rotated_share
@@ -122,6 +124,8 @@ def make_conversion(
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=1 if layout.ep > 1 else layout.tp,
         variable_seq_lengths=True,
+        # One exchange a direction: of two between the same two stages at once, Megatron mixes up the lengths.
+        overlap_p2p_comm=layout.vpp > 1,
         **_transformer_options(options, latent="multi_latent_attention" in settings),
     )
     scale = _rotary(hf_config)[1]
@@ -170,8 +174,17 @@ def check_overrides(options: TrainerOptions, hf_config: PretrainedConfig) -> Non
                 f"Megatron-core has no option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
             )
     wrong = list(problems(options.megatron, hf_config.to_dict()))
+    wrong = wrong or [*layout_problems(options.megatron, options, hf_config.num_hidden_layers), *_not_here(options)]
     if wrong:
         raise ConfigError("\n".join(wrong))
+
+
+def _not_here(options: TrainerOptions) -> Iterator[str]:
+    """What this machine cannot do."""
+    if options.megatron.get("apply_rope_fusion") and not has_transformer_engine():
+        yield "--apply-rope-fusion cannot be set: it needs TransformerEngine and a GPU; leave it out."
+    if options.megatron.get("average_in_collective") and cpu.on_cpu() and dist.get_world_size() > 1:
+        yield "--average-in-collective cannot be set: without GPUs ranks talk over gloo, which only sums; leave it out."
 
 
 _CONFIGS = (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
@@ -216,21 +229,30 @@ class PolicyModel(GPTModel):
 _SPLIT_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
 
 
-def build_model(conversion: Conversion) -> PolicyModel:
-    """This rank's part of the model, weights not yet set; without output layer where the conversion has no logits."""
+def build_chunks(conversion: Conversion) -> list[PolicyModel]:
+    """This rank's part of the model in order: all its layers in one, or the chunks of an interleaved pipeline."""
+    chunks = conversion.layout.vpp
+    return [build_model(conversion, chunk if chunks > 1 else None) for chunk in range(chunks)]
+
+
+def build_model(conversion: Conversion, chunk: int | None = None) -> PolicyModel:
+    """This rank's part of the model, or a chunk of it, weights not yet set; without output layer where the conversion
+    has no logits."""
     hf_config, config, layout = conversion.hf_config, conversion.config, conversion.layout
     frequencies, scale = _rotary(hf_config)
+    last = layout.last_stage and chunk in (None, layout.vpp - 1)
     model = PolicyModel(
         config=config,
-        transformer_layer_spec=block_spec(config, output_norms=conversion.family.output_norms),
+        transformer_layer_spec=block_spec(config, output_norms=conversion.family.output_norms, vp_stage=chunk),
         vocab_size=conversion.padded_vocab_size,
         max_sequence_length=hf_config.max_position_embeddings,
-        pre_process=layout.pp_rank == 0,
-        post_process=layout.last_stage,
+        pre_process=layout.pp_rank == 0 and not chunk,
+        post_process=last,
         share_embeddings_and_output_weights=conversion.tied,
         position_embedding_type="rope",
+        vp_stage=chunk,
     )
-    if not conversion.logits and layout.last_stage:
+    if not conversion.logits and last:
         del model.output_layer
     frequencies = frequencies.to(next(model.parameters()).device)
     if not config.multi_latent_attention:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -13,7 +14,7 @@ from agentrl.config.schema import OptimizerOptions, TrainerOptions
 from agentrl.trainer.megatron.model import megatron_overrides, resolve_dtype
 
 
-def build_optimizer(model: DistributedDataParallel, options: TrainerOptions) -> MegatronOptimizer:
+def build_optimizer(chunks: Sequence[DistributedDataParallel], options: TrainerOptions) -> MegatronOptimizer:
     """Adam with decoupled weight decay (none on norms and biases), float32 master weights for bf16."""
     dtype = resolve_dtype(options)
     settings = {
@@ -29,7 +30,7 @@ def build_optimizer(model: DistributedDataParallel, options: TrainerOptions) -> 
         "use_distributed_optimizer": options.use_distributed_optimizer,
         **megatron_overrides(options, OptimizerConfig),
     }
-    return get_megatron_optimizer(OptimizerConfig(**settings), [model], use_gloo_process_groups=False)
+    return get_megatron_optimizer(OptimizerConfig(**settings), list(chunks), use_gloo_process_groups=False)
 
 
 def build_scheduler(

@@ -29,6 +29,8 @@ class Layout:
     dp: int
     dp_rank: int
     cp: int
+    vpp: int = 1
+    """Chunks of layers that a rank of an interleaved pipeline has."""
     ep: int = 1
     """Ranks over which experts are spread. Where it is 1, tensor parallelism splits them as all else."""
     ep_rank: int = 0
@@ -60,8 +62,8 @@ def check_layout(options: ParallelOptions, world_size: int) -> None:
         )
     if options.context_parallel_size > 1:
         raise ConfigError(
-            f"--context-parallel-size {options.context_parallel_size} is not available: only TransformerEngine's "
-            "attention splits a sequence, and with it that has not been tried; use 1"
+            f"--context-parallel-size {options.context_parallel_size} is not available: sequences are packed and "
+            "weighed whole, and only TransformerEngine's attention computes on slices of them; use 1"
         )
     if options.sequence_parallel and options.tensor_model_parallel_size == 1:
         raise ConfigError("--sequence-parallel needs --tensor-model-parallel-size of at least 2")
@@ -118,6 +120,7 @@ def initialize(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=options.tensor_model_parallel_size,
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=options.megatron.get("virtual_pipeline_model_parallel_size"),
         context_parallel_size=options.context_parallel_size,
         expert_model_parallel_size=options.expert_model_parallel_size,
         expert_tensor_parallel_size=1 if options.expert_model_parallel_size > 1 else None,
@@ -136,6 +139,7 @@ def initialize(
         dp=parallel_state.get_data_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         cp=parallel_state.get_context_parallel_world_size(),
+        vpp=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
         ep=parallel_state.get_expert_model_parallel_world_size(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         edp_rank=parallel_state.get_expert_data_parallel_rank(),

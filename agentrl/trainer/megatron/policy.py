@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from agentrl.algorithms import Algorithm, TrainBatch
@@ -37,7 +38,7 @@ class Policy:
         self.core, self.algorithm, self.loss = core, algorithm, Loss(algorithm, options)
         self._shard = vocab_shard(core.model, core.conversion) if core.layout.last_stage else None
         self._stop = agreement.Bounds.of(options, gpu=core.device.type == "cuda").stop
-        self._copies = WeightCopies(core.model)
+        self._copies = WeightCopies(torch.nn.ModuleList(core.chunks))
         if "ref" in algorithm.infers(1):
             if options.ref_load and Path(options.ref_load) != core.hf_checkpoint:
                 self.load_reference(Path(options.ref_load))

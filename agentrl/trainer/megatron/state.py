@@ -19,6 +19,7 @@ Megatron's own distributed checkpoints are for other programs (`dist_checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,13 +52,13 @@ class ModelState:
     """Saves and loads what a rank holds. Collective.
 
     Args:
-        model, conversion, optimizer, scheduler: of this rank.
+        chunks, conversion, optimizer, scheduler: of this rank.
         layout: where this rank stands.
     """
 
     def __init__(
         self,
-        model: PolicyModel,
+        chunks: Iterable[PolicyModel],
         conversion: Conversion,
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
@@ -66,7 +67,7 @@ class ModelState:
         self._conversion, self._scheduler, self._layout = conversion, scheduler, layout
         # Experts that are spread over ranks have an optimizer of their own.
         self._optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
-        self._parameters = {conversion.name(model, local): p for local, p in model.named_parameters()}
+        self._parameters = {conversion.name(part, local): p for part in chunks for local, p in part.named_parameters()}
 
     def save(self, folder: Path, counters: dict[str, int], writes: Writes, *, moments: bool = True) -> None:
         """Write copies of this rank's state into ``folder``, which exists or is made, without ``moments`` as of an
