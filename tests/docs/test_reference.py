@@ -13,7 +13,7 @@ from finished_run import played_groups, shop_source
 from shown_pages import ROOT
 
 import agentrl
-from agentrl.algorithms import base, importance, load_algorithm
+from agentrl.algorithms import ALGORITHMS, base, importance, load_algorithm
 from agentrl.config import load_eval_config
 from agentrl.config.schema import AlgorithmOptions
 from agentrl.data.account import TaskAccount
@@ -47,6 +47,13 @@ def first_cells(text: str) -> set[str]:
     """Names in backticks in the first column of the tables."""
     cells = re.findall(r"^\| (`.*?) \|", text, re.M)
     return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def test_each_algorithm_has_its_use_its_equation_and_its_settings():
+    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    assert first_cells(page.split("\n## ")[0]) == ALGORITHMS.keys()
+    assert first_cells(section(page, "Equations")) == ALGORITHMS.keys() | {"--loss-type sft_loss"}
+    assert first_cells(section(page, "Settings")) == ALGORITHMS.keys()
 
 
 @pytest.fixture(scope="module")
