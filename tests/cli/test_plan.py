@@ -67,11 +67,21 @@ def test_ranks_that_share_a_model_take_less(option: str) -> None:
 
 
 def test_recomputing_keeps_little_of_a_layer() -> None:
-    plain, mlp, full = (
-        memory_of(TRAINS.replace(**options), LARGE, "cuda").activations
-        for options in ({}, {"recompute_activations": True}, {"megatron": {"recompute_granularity": "full"}})
-    )
+    def kept(**options) -> float:
+        return memory_of(TRAINS.replace(**options), LARGE, "cuda").activations
+
+    plain, mlp = kept(), kept(recompute_activations=True)
+    full = kept(megatron={"recompute_granularity": "full"})
     assert plain > 1.5 * mlp > 3 * full
+    scores = {"recompute_granularity": "selective"}  # of attention, of which none are kept anyway
+    assert kept(megatron=scores) == plain and kept(megatron={**scores, "recompute_modules": ["mlp"]}) == mlp
+
+
+def test_an_interleaved_pipeline_keeps_more_for_the_backward_pass() -> None:
+    plain = TRAINS.replace(actor_num_gpus_per_node=4, pipeline_model_parallel_size=4)
+    interleaved = plain.replace(megatron={"virtual_pipeline_model_parallel_size": 2})
+    one, two = (memory_of(cfg, LARGE, "cuda").activations for cfg in (plain, interleaved))
+    assert one < two < 2 * one
 
 
 def test_the_first_plan_that_fits_is_the_plainest() -> None:
