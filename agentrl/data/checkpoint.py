@@ -128,6 +128,8 @@ class CheckpointStore:
         self.keep_last = keep_last
         self.async_save = async_save
         self._saving: asyncio.Task[None] | None = None
+        self.unsaved: int | None = None
+        """The step that trainer and account of tasks have both taken, and of which no save was begun."""
 
     # -- finding ----------------------------------------------------------------------------------
 
@@ -344,7 +346,7 @@ class CheckpointStore:
             StorageError: the disk refuses, or refused the one before it.
         """
         await self.saved()
-        began = time.monotonic()
+        began, self.unsaved = time.monotonic(), None
         with storage_errors(self.root):
             folder = self.begin(step)
             await trainer.save(folder / TRAINER_FOLDER, later=self.async_save)

@@ -39,7 +39,15 @@ from agentrl.evaluation.heldout import held_out_sets, rehearse_set
 from agentrl.loading import portable, portable_source
 from agentrl.orchestrator.cluster import Cluster, bundles_of, check_nodes
 from agentrl.orchestrator.handles import RolloutHandle, TrainerHandle, create_ranks
-from agentrl.orchestrator.loop import best_metrics, due, evaluates_at_start, keep_best, rollout_loop, training_loop
+from agentrl.orchestrator.loop import (
+    best_metrics,
+    due,
+    evaluates_at_start,
+    keep_best,
+    rollout_loop,
+    save_before_leaving,
+    training_loop,
+)
 from agentrl.orchestrator.notices import at_start
 from agentrl.orchestrator.stored import StoredRollouts
 from agentrl.orchestrator.supervised import HELD_OUT, HeldOut, SupervisedData, check_examples, supervised_loop
@@ -404,10 +412,18 @@ async def _run(
                 if not cfg.trains:
                     await rollout_loop(cfg, rollout=rollout, run=run, progress=progress)
                     return
-                await training_loop(
-                    cfg, start=start, trainer=trainer, rollout=rollout, checkpoints=checkpoints, run=run,
-                    progress=progress, world=cluster.world,
-                )  # fmt: skip
+                try:
+                    await training_loop(
+                        cfg, start=start, trainer=trainer, rollout=rollout, checkpoints=checkpoints, run=run,
+                        progress=progress, world=cluster.world,
+                    )  # fmt: skip
+                except asyncio.CancelledError:
+                    if not watch.has_lost and cfg.save_interval:
+                        await save_before_leaving(
+                            trainer=trainer, rollout=rollout, checkpoints=checkpoints, progress=progress,
+                            seconds=LAST_SAVE_S,
+                        )  # fmt: skip
+                    raise
                 if cfg.save_hf:
                     progress.stage("exporting the model")
                     await trainer.save_hf(Path(cfg.save_hf))

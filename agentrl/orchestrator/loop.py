@@ -20,6 +20,7 @@ from agentrl.config.schema import AlgorithmOptions
 from agentrl.data.checkpoint import Best
 from agentrl.data.run_folder import scalars_of
 from agentrl.engines.world import World
+from agentrl.errors import AgentRLError
 from agentrl.orchestrator.notices import Lasting, nothing_to_learn, steps_left_out
 from agentrl.progress import Progress
 from agentrl.trainer.agreement import AgreementWatch, Bounds
@@ -75,6 +76,7 @@ async def training_loop(
 
             checkpoints.check()
             progress.stage("training")
+            checkpoints.unsaved = None
             trained, columns = await train(
                 generated.batch,
                 algorithm,
@@ -92,6 +94,7 @@ async def training_loop(
                 await trainer.refresh_reference()
             # Before the checkpoint: what a checkpoint holds must be in the metrics, should the run die in between.
             report(version, generated.metrics | trained | synced, began, run=run, progress=progress)
+            checkpoints.unsaved = version
             progress.warn(lasting.say("lost", generated.lost))
             progress.warn(generated.notes)
             progress.warn(lasting.say("learning", nothing_to_learn(generated.metrics | trained)))
@@ -162,6 +165,21 @@ class Beside:
         if self._work is not None:
             await self._work
             self._work = None
+
+
+async def save_before_leaving(
+    *, trainer: TrainerHandle, rollout: RolloutHandle, checkpoints: CheckpointStore, progress: Progress, seconds: float
+) -> None:
+    """A run that was asked to end saves what it learned since its newest checkpoint, unless it is training just then.
+    In so many seconds, or not at all."""
+    if checkpoints.unsaved is None:
+        return
+    progress.stage("saving a checkpoint")
+    try:
+        async with asyncio.timeout(seconds):
+            await checkpoints.save(checkpoints.unsaved, trainer=trainer, rollout=rollout)
+    except (AgentRLError, TimeoutError) as error:
+        log.error("the checkpoint before leaving is left out: %s", error)
 
 
 async def saved(checkpoints: CheckpointStore, progress: Progress) -> None:

@@ -73,10 +73,13 @@ async def until_lost(
 
     who, waits = name, FIRST_PULSE_S
     while True:
+        asked = time.monotonic()
         try:
             async with asyncio.timeout(waits):
                 pulse = await _pulse(handle, ActorUnavailableError, stall)
         except TimeoutError:
+            if time.monotonic() - asked > waits + PULSE_S:
+                continue  # this process stood still itself (Ctrl-Z, a suspended machine): the answer may be here by now
             return f"{who} gave no sign of life for {waits:.0f} s: it hangs or was stopped"
         except RayError as error:
             log.error("%s: %s", name, error)
@@ -138,6 +141,11 @@ class Watch:
         if self._cancelled and (task := asyncio.current_task()) and task.uncancel():
             return  # Ctrl-C at the same time
         raise self._error from error
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether a watched process is lost."""
+        return self._error is not None
 
     def actor(self, name: str, handle: Any, log_file: os.PathLike[str] | str) -> None:
         """Watch a Ray actor made :func:`with_pulse`."""

@@ -147,7 +147,8 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rollout]:
         return Trainer(), made[-1]
 
     nothing = SimpleNamespace(
-        processes=lambda *pids: {}, actor=lambda *who: None, world=World(), scratch=contextlib.nullcontext
+        processes=lambda *pids: {}, actor=lambda *who: None, world=World(), scratch=contextlib.nullcontext,
+        has_lost=False,
     )
     for name in ("Warden", "weights_folder", "start_engines_ahead", "Cluster", "Watch", "stderr_to"):
         monkeypatch.setattr(driver, name, lambda *args, **kwargs: contextlib.nullcontext(nothing))

@@ -162,6 +162,54 @@ def test_a_run_that_is_asked_to_end_completes_the_checkpoint(
     check_run(tmp_path / "run", 3)
 
 
+@pytest.mark.parametrize("how", ["--async-save", "--no-async-save"])
+def test_a_run_that_is_asked_to_end_saves_what_it_learned_since_the_last_checkpoint(
+    tmp_path: Path,
+    train: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+) -> None:
+    play = Rollout.generate
+
+    async def end(self: Rollout, step: int, **kwargs: Any) -> Any:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            async with asyncio.timeout(LONGEST_S):
+                await asyncio.Event().wait()
+        return await play(self, step, **kwargs)
+
+    monkeypatch.setattr(Rollout, "generate", end)
+    run = tmp_path / "run"
+    with pytest.raises(Terminated):
+        train(*FLAGS, how, "--save-interval", "2", "--eval-interval", "1", "--num-rollout", "5", f"--output-dir={run}")
+    assert CheckpointStore(run / "checkpoints").newest_step() == 3
+    monkeypatch.setattr(Rollout, "generate", play)
+    train("--load", str(run))
+    check_run(run, 5)
+
+
+def test_a_run_that_is_asked_to_end_while_it_trains_saves_nothing_half_trained(
+    tmp_path: Path,
+    train: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    update = Trainer.update
+
+    async def end(self: Trainer, batch: Any, columns: Any, **how: bool) -> Any:
+        if len(self.weights) == 2 * len(batch):
+            self.weights += batch
+            os.kill(os.getpid(), signal.SIGTERM)
+            async with asyncio.timeout(LONGEST_S):
+                await asyncio.Event().wait()
+        return await update(self, batch, columns, **how)
+
+    monkeypatch.setattr(Trainer, "update", end)
+    run = tmp_path / "run"
+    with pytest.raises(Terminated):
+        train(*FLAGS, "--save-interval", "9", "--eval-interval", "0", "--num-rollout", "5", "--output-dir", str(run))
+    assert CheckpointStore(run / "checkpoints").newest_step() is None
+
+
 def test_asked_twice_it_ends_at_once(tmp_path: Path, train: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     asked = asyncio.Event()
 

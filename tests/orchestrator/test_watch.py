@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
+import time
 from collections.abc import Iterable, Iterator
 
 import pytest
 
 from agentrl.errors import AgentRLError
 from agentrl.orchestrator import watch
-from agentrl.orchestrator.watch import ProcessLostError, Watch
+from agentrl.orchestrator.watch import ProcessLostError, Watch, until_lost
 from agentrl.processes.pulse import Pulse
 from agentrl.processes.signals import Terminated
 
@@ -83,6 +84,30 @@ def test_a_dead_actor_ends_the_run_and_is_named():
 def test_one_that_stands_still_is_told_from_one_that_is_busy():
     with pytest.raises(ProcessLostError, match="stopped .process 4711. gave no sign of life"):
         run(forever, patience=0.1, stopped=Handle(1), busy=Handle(10**9))
+
+
+def test_who_stood_still_itself_asks_again():
+    """Ctrl-Z of the driver, and ``fg``: the answers are there, but were not heard in time."""
+    first = asyncio.Event()
+    handle = Handle(3, first=first)
+
+    async def stopped() -> None:
+        while not handle.asked:
+            await asyncio.sleep(0.001)
+        time.sleep(0.5)  # nothing of this process runs
+        asyncio.get_running_loop().call_later(0.02, first.set)
+        while handle.asked < 3:
+            await asyncio.sleep(0.001)
+
+    async def main() -> None:
+        asking = asyncio.create_task(until_lost("rank 0", handle, "rank.log", 0.1))
+        await stopped()
+        assert not asking.done()
+        asking.cancel()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "FIRST_PULSE_S", 0.1)
+        asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_work_that_comes_no_further_ends_the_run_though_its_process_has_a_pulse():
