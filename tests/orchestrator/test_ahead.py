@@ -17,6 +17,8 @@ import pytest
 from agentrl.config import load_config
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.orchestrator.ahead import Ahead
+from agentrl.orchestrator.buffer import Buffer
+from agentrl.orchestrator.launch import with_absolute_paths
 from agentrl.orchestrator.loop import due
 from agentrl.types import Group, StopReason, Task
 from tests.orchestrator.scripted import FLAGS, Rollout, Trainer, check_run, lines, train  # noqa: F401
@@ -192,6 +194,13 @@ async def test_what_waits_outlives_several_checkpoints_and_is_trained_on_as_it_w
     assert (one.tokens == other.tokens).all() and (one["rollout"] == other["rollout"]).all()
     await again.rollouts.close(20.0)
     await manager.rollouts.close(20.0)
+
+
+def test_a_run_that_goes_on_plays_as_it_did(tmp_path: Path) -> None:
+    cfg = with_absolute_paths(load_config(["--env", "search", "--env-arg", "n=3", "--rollout-stop", "</x>"]))
+    (tmp_path / "config.json").write_text(json.dumps(cfg.to_dict()))
+    again = with_absolute_paths(load_config(["--load", str(tmp_path), "--num-rollout", "30"]))
+    assert json.loads(json.dumps(Buffer(cfg).save(tmp_path, 0, []))) == Buffer(again).save(tmp_path, 0, [])
 
 
 async def test_what_was_played_otherwise_or_is_too_old_or_failed_is_played_again(

@@ -178,7 +178,9 @@ def trained_with(run: Path) -> list[tuple[str, float | None, list[np.ndarray]]]:
     ]
 
 
-def test_stored_rollouts_give_the_same_weights_bit_for_bit(train: Any, run: Path, tmp_path: Path) -> None:
+def test_stored_rollouts_give_the_same_weights_bit_for_bit(
+    train: Any, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     again = train("--load-debug-rollout-data", str(run), "--output-dir", str(tmp_path / "again"))
     for step in (1, 2, 3):
         assert weights(again, step) == weights(run, step)
@@ -191,6 +193,9 @@ def test_stored_rollouts_give_the_same_weights_bit_for_bit(train: Any, run: Path
     half = train("--load", f"{run}/checkpoints/step_000002", "--load-debug-rollout-data", f"{again}/trajectories",
                  "--output-dir", str(tmp_path / "half"))  # fmt: skip
     assert weights(half, 3) == weights(run, 3)
+    # It goes on as any run does, here to the end of what is stored.
+    assert train("--load", str(half), "--num-rollout", "4") == half
+    assert f"no more rollouts in {again}/trajectories: done after 3 of 4" in capsys.readouterr().out.replace("\n", "")
     assert [line["step"] for line in logged(half)] == [3]
 
 
