@@ -101,7 +101,7 @@ class Bench:
         self.version = 0
         self.published: list[float] = []
         self._bare = BroadcastSender(self.publisher)
-        port = self._bare.listen()
+        _, port = self._bare.listen()
         self._receiver = subprocess.Popen(
             [sys.executable, "-c", RECEIVER, str(port), str(self.nbytes)], stderr=subprocess.DEVNULL
         )

@@ -33,7 +33,7 @@ SGLANG_OWNED = {
     "model_path": "use --hf-checkpoint",
     "model": "use --hf-checkpoint",
     "tokenizer_path": "use --hf-checkpoint",
-    "host": "use --host",
+    "host": "engines listen on loopback, and on their machine's own address where a run is on several",
     "dtype": "use --dtype",
     "random_seed": "use --seed",
     "enable_deterministic_inference": "use --deterministic",

@@ -228,9 +228,6 @@ class EngineOptions:
     run."""
     router_policy: Literal["consistent_hashing", "cache_aware", "round_robin", "random"] = "consistent_hashing"
     """How the router chooses an engine; `consistent_hashing` keeps an episode on one engine."""
-    host: str = "127.0.0.1"
-    """Address the engines of a run listen on. Other than loopback only in a network you trust; the run's key is asked
-    for anyway."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,8 @@ from agentrl.errors import CheckpointError
 T = TypeVar("T")
 OWNER = "run"
 """File in a folder of checkpoints outside the run's own: the path of the run that saves there."""
+GONE = ("host",)
+"""Options of stored runs that there are no more, and that mean nothing now."""
 
 
 def to_dict(config: object) -> dict[str, Any]:
@@ -37,7 +39,7 @@ def from_dict(config_class: type[T], values: dict[str, Any]) -> T:
     Raises:
         ConfigError: Unknown key or value of the wrong type.
     """
-    given = parse_mapping(config_class, values, config_class.__name__).readable().values
+    given = parse_mapping(config_class, _of_today(values), config_class.__name__).readable().values
     for name in ("hf_checkpoint", "ref_load"):
         if given.get(name) is not None:
             given[name] = model_folder(given[name])
@@ -75,4 +77,8 @@ def read_run_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file}: the run's configuration cannot be read ({error}); {advice}") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{file}: expected the options of a run, got {type(values).__name__}; {advice}")
-    return values
+    return _of_today(values)
+
+
+def _of_today(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in GONE}

@@ -10,6 +10,7 @@ from typing import Any
 from agentrl.engines.control import EngineControl
 from agentrl.engines.engine import EngineProcess, EngineSpec
 from agentrl.errors import EngineError
+from agentrl.processes.network import is_loopback, node_address
 
 _SEED_LIMIT = 2**31
 STARTING, PENDING, SERVING, DEAD = "starting", "pending", "serving", "dead"
@@ -21,14 +22,13 @@ class EngineActor:
     The server ends with this process, whatever ends it.
 
     Args:
-        host: address the engine listens on. Anything but loopback means "this node's address".
+        host: address the engine listens on. Of one that is not loopback, that of the machine it is on.
         The rest as for :class:`EngineProcess`.
     """
 
     def __init__(self, spec: EngineSpec, *, name: str, log_dir: str | None, host: str, api_key: str) -> None:
-        if host not in ("127.0.0.1", "localhost"):
-            host = node_address()
-        self._engine = EngineProcess(spec, name=name, log_dir=log_dir, host=host, api_key=api_key)
+        own = host if is_loopback(host) else node_address()
+        self._engine = EngineProcess(spec, name=name, log_dir=log_dir, host=own, api_key=api_key)
 
     def start(self, timeout: float) -> str:
         """Start the server; its address. Raises EngineError."""
@@ -46,13 +46,6 @@ class EngineActor:
     def stop(self) -> None:
         """End the server and all its children."""
         self._engine.stop()
-
-
-def node_address() -> str:
-    """The address under which other nodes reach this one."""
-    import ray
-
-    return ray.util.get_node_ip_address()
 
 
 class LocalEngine:

@@ -11,7 +11,8 @@ from typing import Any
 
 from agentrl.errors import EngineError
 from agentrl.processes.ahead import servers_ahead
-from agentrl.processes.server import LOOPBACK_ENV, ServerProcess
+from agentrl.processes.network import collectives_on
+from agentrl.processes.server import ServerProcess
 from agentrl.processes.tree import Process
 
 _BASE_BYTES = 900 << 20  # the three processes of an engine, measured (proportional set size)
@@ -200,9 +201,8 @@ class EngineProcess(ServerProcess):
             # where other work fills the machine.
             "SGLANG_HEALTH_CHECK_TIMEOUT": "3600",
             "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
+            **collectives_on(self.host),
         }
-        if self.host == "127.0.0.1":
-            env |= LOOPBACK_ENV
         if self.spec.device == "cpu":
             env |= {
                 "OMP_NUM_THREADS": str(self.spec.threads),

@@ -27,12 +27,15 @@ from agentrl.engines.control import EngineControl
 from agentrl.engines.engine import EngineSpec
 from agentrl.engines.router import RouterProcess
 from agentrl.errors import EngineError, WeightSyncError
+from agentrl.processes.network import machine_answers
 from agentrl.processes.server import new_api_key
 
 log = logging.getLogger(__name__)
 
 _WAIT_SLICE_S = 5.0
 _ROUTER_ATTEMPTS = 20
+_PROBE_S = 5.0
+"""Longest wait for a machine to answer that a port is closed."""
 
 
 @dataclass
@@ -84,7 +87,7 @@ class EnginePool:
         n: number of engines.
         log_dir: folder for ``engine-<i>.log`` and ``router.log``.
         policy: of the router, see :mod:`agentrl.engines.router`.
-        host: address the engines listen on; loopback unless the run spans machines.
+        host: address the engines listen on; where it is not loopback, each listens on that of its own machine.
         router_host: that of the router, which has paths that ask for no key: loopback unless it has clients elsewhere.
         start_timeout: seconds an engine may take to start.
         ray_options: one dict of Ray actor options per engine; ``None`` runs the engines without Ray.
@@ -321,7 +324,7 @@ class EnginePool:
 
     def _empty(self, place: PooledEngine) -> Coroutine[Any, Any, None]:
         """Empty the place now; what is left of its engine goes when the result is awaited."""
-        engine, control = place.engine, place.control
+        engine, control, of = place.engine, place.control, place.name
         if place.watch is not None and place.watch is not asyncio.current_task():
             place.watch.cancel()
         place.state, place.engine, place.control, place.watch = DEAD, None, None, None
@@ -333,6 +336,9 @@ class EnginePool:
                 except EngineError as error:
                     log.warning("%s: %s", place.name, error)
                 await control.close()
+                if self._ray_options and not await self._threaded(machine_answers, control.url, _PROBE_S):
+                    log.warning("the machine of %s is cut off; the router would wait for it, and is started again", of)
+                    await self._threaded(self._router.stop)  # its watch starts it
             if engine is not None:
                 await engine.end()
 

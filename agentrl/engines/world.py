@@ -43,6 +43,11 @@ class World:
         return cls(int(gpus), tuple(node["NodeManagerAddress"] for node in alive))
 
     @property
+    def is_one_machine(self) -> bool:
+        """Whether nothing of the run need be reached from another machine."""
+        return len(set(self.addresses)) <= 1
+
+    @property
     def has_gpu(self) -> bool:
         return self.gpus > 0
 

@@ -125,7 +125,6 @@ async def open_policy(
         cfg.rollout_num_engines or 1,
         log_dir=logs,
         policy=cfg.router_policy,
-        host=cfg.host,
         start_timeout=cfg.engine_timeout,
         health_interval=cfg.rollout_health_check_interval,
         health_timeout=cfg.rollout_health_check_timeout,

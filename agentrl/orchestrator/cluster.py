@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.engines.world import World
-from agentrl.errors import AgentRLError, ConfigError, LostError
+from agentrl.errors import ConfigError, LostError
 from agentrl.processes.tree import descendants
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 180.0
+"""Longest wait for Ray to have room, and for the machines of a cluster."""
 OBJECT_STORE_BYTES = 512 << 20
 """Shared memory in which batches travel."""
 EPISODES_A_WORKER, CORES_A_WORKER = 256, 4
@@ -63,6 +64,8 @@ class Bundle:
     num_gpus: float = 0.0
     node: int | None = None
     """Actors of one number share a node; those of different numbers never do. None: wherever there is room."""
+    beside_driver: bool = False
+    """On the driver's machine, if that takes actors: the run ends with that machine anyway, and with no other."""
 
 
 def check_nodes(nodes: int) -> None:
@@ -98,7 +101,9 @@ def bundles_of(cfg: Config, world: World) -> list[Bundle]:
     ranks = [Bundle(f"rank-{i}", 1, per_rank, node=i // per_node) for i in range(world_size)]
     places = [Bundle(f"engine-{i}", 1, per_engine * share) for i in range(engines)]
     players = [Bundle(f"rollout-worker-{i}", 1) for i in range(rollout_workers(cfg))]
-    return ranks if not cfg.plays else [*ranks, *places, Bundle("rollout-manager", 1), *players]
+    if not cfg.plays:
+        return ranks
+    return [*ranks, *places, Bundle("rollout-manager", 1, beside_driver=True), *players]
 
 
 def rollout_workers(cfg: Config) -> int:
@@ -109,16 +114,20 @@ def rollout_workers(cfg: Config) -> int:
     return number if number > 1 else 0
 
 
-def placement(bundles: Sequence[Bundle]) -> tuple[list[list[dict[str, float]]], list[tuple[int, int]]]:
+def placement(
+    bundles: Sequence[Bundle], driver: str | None = None
+) -> tuple[list[list[dict[str, float]]], list[tuple[int, int]]]:
     """Placement groups for the actors, and for each actor its group and its bundle there.
 
     Actors of one node are one bundle of Ray's, which is never split. The first group holds those bundles; where they
-    are several, its strategy keeps them apart. The second holds all others.
+    are several, its strategy keeps them apart. The second holds all others. ``driver`` is the address of the driver's
+    machine, where that takes actors.
     """
     nodes = sorted({b.node for b in bundles if b.node is not None})
     together = [_sum(b for b in bundles if b.node == node) for node in nodes]
     alone = [b for b in bundles if b.node is None]
-    groups = [together, [_sum([b]) for b in alone]]
+    here = {f"node:{driver}": 0.001} if driver else {}
+    groups = [together, [_sum([b]) | (here if b.beside_driver else {}) for b in alone]]
     places = [(0, nodes.index(b.node)) if b.node is not None else (1, alone.index(b)) for b in bundles]
     if len(nodes) <= 1:  # nothing to keep apart: one group, which Ray can pack as a whole
         places = [(0, i + len(nodes) * group) for group, i in places]
@@ -139,6 +148,7 @@ class Cluster:
 
     Args:
         plan: what each actor asks for, in the world that there is.
+        nodes: machines that there must be; a cluster is waited for.
         namespace: Ray's namespace of the run.
         temp_dir: folder for Ray's session. Its path must be short: Unix sockets live below it, and their
             paths have at most 107 characters.
@@ -148,9 +158,11 @@ class Cluster:
         self,
         plan: Callable[[World], Sequence[Bundle]],
         *,
+        nodes: int = 1,
         namespace: str,
         temp_dir: str,
     ):
+        self._nodes = nodes
         self.world = World.here()
         self.bundles: list[Bundle] = []
         self._plan = plan
@@ -179,7 +191,8 @@ class Cluster:
         """Start or join Ray and reserve the bundles.
 
         Raises:
-            AgentRLError: when the cluster cannot hold the bundles, with what was asked and what is there.
+            LostError: the cluster cannot hold the bundles in time, with what was asked and what is there: a machine of
+                it may be on its way back.
         """
         if self.is_local:
             self.bundles = list(self._plan(self.world))
@@ -188,7 +201,7 @@ class Cluster:
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         import ray  # after the environment: Ray reads it when imported
 
-        self._ray = ray
+        self._ray, deadline = ray, time.monotonic() + START_TIMEOUT_S
         # Ray's own handlers would end this process in Ray's way, and its threads print what they hear of errors.
         ray._private.utils.set_sigterm_handler = lambda handler: None
         ray._private.worker.print_to_stdstream = _to_log
@@ -212,32 +225,70 @@ class Cluster:
                 ) from error
         else:
             ray.init(namespace=self.namespace, log_to_driver=False, configure_logging=False)
+            self._await_nodes(ray, deadline)
             self.world = World.of(ray.nodes())
             self.bundles = list(self._plan(self.world))
         log.info("Ray runs: %d GPUs, machines %s; %d actors", self.world.gpus, self.world.addresses, len(self.bundles))
-        self._reserve(ray)
+        self._reserve(ray, deadline)
 
-    def _reserve(self, ray: Any) -> None:
-        shapes, self._places = placement(self.bundles)
+    def _reserve(self, ray: Any, deadline: float) -> None:
+        own = None if self.is_local else ray.util.get_node_ip_address()
+        takes_actors = any(n["NodeManagerAddress"] == own and n["Resources"].get("CPU", 0) >= 1 for n in _alive(ray))
+        shapes, self._places = placement(self.bundles, own if takes_actors else None)
         nodes = len({bundle.node for bundle in self.bundles if bundle.node is not None})
-        alive = sum(node["Alive"] for node in ray.nodes())
-        if nodes > alive:
-            raise AgentRLError(
-                f"--actor-num-nodes {nodes} asks for {nodes} machines; the Ray cluster at "
-                f"{os.environ.get('RAY_ADDRESS')} has {alive}. Start Ray on the others, or ask for fewer."
-            )
         self._groups = [
-            ray.util.placement_group(shape, strategy="STRICT_SPREAD" if nodes > 1 and number == 0 else "PACK")
+            ray.util.placement_group(shape, strategy="STRICT_SPREAD" if nodes > 1 and number == 0 else "SPREAD")
             for number, shape in enumerate(shapes)
         ]
-        deadline = time.monotonic() + START_TIMEOUT_S
         if not all(group.wait(max(1.0, deadline - time.monotonic())) for group in self._groups):
-            total = ray.cluster_resources()
-            raise AgentRLError(
-                f"Ray cannot place this run: asked for {_total(self.bundles)}, the cluster has "
-                f"CPU {total.get('CPU', 0):g}, GPU {total.get('GPU', 0):g} on {alive} machines. Ask for fewer engines "
-                "or ranks, or add nodes."
+            total, alive = ray.cluster_resources(), len(_alive(ray))
+            raise LostError(
+                f"Ray could not place this run within {START_TIMEOUT_S:.0f} s: asked for {_total(self.bundles)}, the "
+                f"cluster has CPU {total.get('CPU', 0):g}, GPU {total.get('GPU', 0):g} on {alive} machines, part of "
+                "which others may use. Ask for fewer engines or ranks, or add nodes."
             )
+
+    def _await_nodes(self, ray: Any, deadline: float) -> None:
+        """Raises LostError where there are too few machines at the deadline: they may be starting (again)."""
+        address, said = os.environ.get("RAY_ADDRESS"), False
+        while (alive := len(_alive(ray))) < self._nodes:
+            text = f"--actor-num-nodes {self._nodes} asks for {self._nodes} machines; the Ray cluster at {address} has"
+            if time.monotonic() > deadline:
+                raise LostError(f"{text} {alive}. Start Ray on the others, or ask for fewer.")
+            if not said:
+                log.warning("%s %d; waiting for the others", text, alive)
+                said = True
+            time.sleep(1.0)
+
+    def check_sees(self, *files: Path) -> None:
+        """That the machines on which there are places of this run see these files, which all of it uses.
+
+        Raises:
+            ConfigError: one does not.
+            LostError: one does not answer, or cannot run this package.
+        """
+        if self.is_local:
+            return
+        ray, nodes = self._ray, {node["NodeID"]: node["NodeManagerAddress"] for node in _alive(self._ray)}
+        tables = [ray.util.placement_group_table(group) for group in self._groups]
+        used = {node for table in tables for node in table["bundles_to_node_id"].values()} & set(nodes)
+        asking = {
+            node: ray.remote(num_cpus=0)(_missing)
+            .options(label_selector={"ray.io/node-id": node}, max_retries=0)
+            .remote([str(file) for file in files])
+            for node in sorted(used)
+        }
+        for node, missing in asking.items():
+            try:
+                found = ray.get(missing, timeout=START_TIMEOUT_S)
+            except ray.exceptions.RayError as error:
+                raise LostError(f"machine {nodes[node]} of the Ray cluster cannot run agentrl: {error}") from error
+            if found:
+                raise ConfigError(
+                    f"machine {nodes[node]} of the Ray cluster does not see {', '.join(found)}. The folder of the run "
+                    "(--output-dir) and that of the model must have the same path on all machines: a shared file "
+                    "system, or a copy of the model on each."
+                )
 
     def options(self, index: int) -> dict[str, Any]:
         """Actor options that put an actor into bundle ``index``."""
@@ -272,6 +323,14 @@ class Cluster:
                     ray.util.remove_placement_group(group)
             ray.shutdown()
         self._groups = []
+
+
+def _alive(ray: Any) -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _missing(files: list[str]) -> list[str]:
+    return [file for file in files if not os.path.exists(file)]
 
 
 def _leave_out(ray: Any, methods: Sequence[str]) -> None:

@@ -88,14 +88,15 @@ def _placement(cfg: Config, world: World | None) -> Section:
         each = "a process each" + (f" of {cfg.threads} threads" if cfg.threads else "")
         of_engine = f"{threads} thread{'s' if threads > 1 else ''} each"
     players = rollout_workers(cfg)
-    servers = f"engines at {cfg.host}, router and " if cfg.plays else ""
+    servers = "engines, router and " if cfg.plays else ""
+    addresses = f"{servers}Ray at 127.0.0.1" if world else "127.0.0.1, or each machine's own where they are several"
     lines = [
         ("on", where),
         ("trainer", f"{ranks} rank{'s' if ranks > 1 else ''} = {layout}; {each}"),
         ("engines", f"{engines} SGLang server{'s' if engines > 1 else ''}; {of_engine}"),
         ("rollout manager", "1 process, with the router"),
         ("rollout workers", f"{players} processes" if players else "none, the manager plays the episodes"),
-        ("addresses", f"{servers}Ray at 127.0.0.1; free ports, keys of the run"),
+        ("addresses", f"{addresses}; free ports, keys of the run"),
     ]
     return _of_this_run(cfg, lines)
 

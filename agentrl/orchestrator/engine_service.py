@@ -117,10 +117,10 @@ class RankSender:
 def weight_sync(cfg: Config, world: World, rank0: Any) -> WeightSync:
     """The way of the weights that the options ask for."""
     files = Disk()
-    broadcast = Broadcast(RankSender(rank0), backend=world.backend, host=cfg.host, engine_ranks=world.engine_ranks(cfg))
+    broadcast = Broadcast(RankSender(rank0), backend=world.backend, engine_ranks=world.engine_ranks(cfg))
     # NCCL has no groups of two processes on one GPU.
     by_disk = cfg.weight_sync_transport == "disk" or world.is_shared(cfg)
-    seen_by_all = by_disk or cfg.weight_snapshot_dir is not None or cfg.host in ("127.0.0.1", "localhost")
+    seen_by_all = by_disk or cfg.weight_snapshot_dir is not None or world.is_one_machine
     return WeightSync(
         files if by_disk else broadcast, restore=files if seen_by_all else None, pause_mode=cfg.pause_mode
     )

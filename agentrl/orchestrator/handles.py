@@ -16,6 +16,7 @@ import numpy as np
 from agentrl.algorithms import TrainBatch
 from agentrl.config.schema import Config, TrainerOptions
 from agentrl.data.files import FULL, storage_errors
+from agentrl.engines.world import World
 from agentrl.errors import AgentRLError, LostError
 from agentrl.orchestrator.tally import EVALUATION, name_of_rollout
 from agentrl.orchestrator.watch import SAVES, WEIGHTS, with_pulse
@@ -79,6 +80,7 @@ def create_ranks(
     placements: Sequence[Mapping[str, Any]],
     *,
     weights_dir: str,
+    world: World | None = None,
     log_dir: str | Path | None = None,
 ) -> list[Any]:
     """All ranks as Ray actors, which do nothing yet: :meth:`TrainerHandle.begin` has them load their model.
@@ -88,6 +90,7 @@ def create_ranks(
         hf_checkpoint: directory of the model.
         placements: one dict of Ray actor options a rank.
         weights_dir: folder in which versions of the weights are published.
+        world: what the run stands on; None: one machine.
         log_dir: folder for ``trainer-<rank>.log``.
     """
     threads = cfg.threads or max(1, (os.cpu_count() or 1) // len(placements))
@@ -102,6 +105,7 @@ def create_ranks(
             options,
             publishing=publishing,
             nodes=cfg.actor_num_nodes,
+            alone=world is None or world.is_one_machine,
             log_file=str(Path(log_dir) / f"trainer-{rank}.log") if log_dir else None,
             log_level=cfg.log_level,
         )

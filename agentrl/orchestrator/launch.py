@@ -124,8 +124,14 @@ def train(cfg: Config, attempt: Attempt | None = None) -> int:
                     warden.scratch() as temp_dir,
                     weights_folder(cfg, run, warden) as weights_dir,
                     start_engines_ahead(cfg, run),
-                    Cluster(partial(bundles_of, cfg), namespace=run.path.name, temp_dir=temp_dir) as cluster,
+                    Cluster(
+                        partial(bundles_of, cfg),
+                        nodes=cfg.actor_num_nodes if cfg.trains else 1,
+                        namespace=run.path.name,
+                        temp_dir=temp_dir,
+                    ) as cluster,
                 ):
+                    cluster.check_sees(run.path / "config.json", Path(str(cfg.hf_checkpoint)) / "config.json")
                     running = _run if cfg.plays else _run_without_engines
                     settled = partial(tell_load, attempt, run)
                     asyncio.run(running(run.config, cluster, run, progress, source, weights_dir, settled))
@@ -153,7 +159,7 @@ def train(cfg: Config, attempt: Attempt | None = None) -> int:
 
 def start_engines_ahead(cfg: Config, run: RunDir) -> contextlib.AbstractContextManager[None]:
     """Engines import SGLang while Ray starts. Not where they may be placed on other machines, or there are none."""
-    if not cfg.plays or os.environ.get("RAY_ADDRESS") or cfg.host != "127.0.0.1":
+    if not cfg.plays or os.environ.get("RAY_ADDRESS"):
         return contextlib.nullcontext()
     return engines_ahead(
         engine_spec(cfg, str(cfg.hf_checkpoint), World.here()), cfg.rollout_num_engines or 1, log_dir=run.logs
@@ -532,7 +538,9 @@ def start_trainer(cfg: Config, cluster: Cluster, run: RunDir, weights_dir: str) 
     ranks = []
     if cfg.trains:
         places = [cluster.options(i) for i in range(cfg.world_size)]
-        ranks = create_ranks(cfg, str(cfg.hf_checkpoint), places, weights_dir=weights_dir, log_dir=run.logs)
+        ranks = create_ranks(
+            cfg, str(cfg.hf_checkpoint), places, weights_dir=weights_dir, world=cluster.world, log_dir=run.logs
+        )
     return TrainerHandle(ranks, num_steps=cfg.num_steps_per_rollout or 1, deadline=TRAIN_DEADLINE_S)
 
 

@@ -28,7 +28,6 @@ from agentrl.data.deaths import FailedTasks
 from agentrl.data.experience import Experience
 from agentrl.data.filters import load_filter
 from agentrl.data.store import TrajectoryStore
-from agentrl.engines.actor import node_address
 from agentrl.engines.options import engine_spec
 from agentrl.engines.world import SHARED, World
 from agentrl.envs.registry import make_env
@@ -44,8 +43,8 @@ from agentrl.orchestrator.notices import lost_episodes
 from agentrl.orchestrator.sink import Rollout, Sink
 from agentrl.orchestrator.tally import Tally, name_of_rollout
 from agentrl.orchestrator.workers import InProcess, RayWorker, Setting, WorkerPool, Workers, prepare
+from agentrl.processes.network import LOOPBACK, node_address
 from agentrl.processes.pulse import WORK, Pulse
-from agentrl.processes.server import is_loopback
 from agentrl.processes.signals import write_log_to
 from agentrl.rollout.options import episode_limits, eval_params, open_chat, rollout_params, template_notes
 from agentrl.rollout.policies.sglang import EngineClient
@@ -129,15 +128,16 @@ class RolloutManager:
         from agentrl.engines.pool import EnginePool
 
         cfg, world = self.cfg, self._world
+        host = LOOPBACK if world.is_one_machine else node_address()
         self._marking = asyncio.create_task(WORK.marked_by_this_loop("its event loop"))
         pool = EnginePool(
             engine_spec(cfg, self.model_dir, world, mem_fraction=SHARED if world.is_shared(cfg) else None),
             len(self._engine_options),
             log_dir=self.run_dir / "logs",
             policy=cfg.router_policy,
-            host=cfg.host,
-            # Rollout workers may be on other machines, where engines may be.
-            router_host=node_address() if self._worker_options and not is_loopback(cfg.host) else "127.0.0.1",
+            host=host,
+            # Its clients are rollout workers, which may be on other machines, or else in this process.
+            router_host=host if self._worker_options else LOOPBACK,
             start_timeout=cfg.engine_timeout,
             health_interval=cfg.rollout_health_check_interval,
             health_timeout=cfg.rollout_health_check_timeout,

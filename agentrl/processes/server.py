@@ -12,7 +12,6 @@ Three promises, whatever happens to the owner:
 from __future__ import annotations
 
 import collections
-import ipaddress
 import os
 import secrets
 import select
@@ -34,9 +33,6 @@ from agentrl.processes.warden import scratch_folder
 
 API_KEY_ENV = "AGENTRL_API_KEY"
 OWNER_ENV = "AGENTRL_OWNER_PID"
-
-# Interfaces on which gloo and NCCL listen. Set wherever a collective must stay on one machine.
-LOOPBACK_ENV = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 # The kernel sends the parent-death signal when the *thread* that forked ends, so all servers
 # are forked by this one, which lives as long as the process.
@@ -64,14 +60,6 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
         sock.bind((host, 0))
         return sock.getsockname()[1]
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def port_is_free(host: str, port: int) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import pydantic
 
 from agentrl.errors import ConfigError
-from agentrl.processes.server import is_loopback
+from agentrl.processes.network import is_loopback
 from agentrl.retrieval.bm25 import Hit, Index
 from agentrl.retrieval.retriever import KEY_VARIABLE, LocalRetriever, Retriever
 from agentrl.versions import install_command

@@ -26,7 +26,8 @@ from agentrl.engines.engine import EngineSpec, available_memory
 from agentrl.engines.options import engine_threads
 from agentrl.engines.world import World
 from agentrl.errors import AgentRLError, ConfigError, EngineError
-from agentrl.processes.server import API_KEY_ENV, is_loopback, new_api_key, port_is_free
+from agentrl.processes.network import is_loopback
+from agentrl.processes.server import API_KEY_ENV, new_api_key, port_is_free
 from agentrl.processes.signals import cancel_on_signals, printable, write_log_to
 from agentrl.processes.warden import Warden
 

@@ -23,9 +23,10 @@ from agentrl.data.files import storage_errors
 from agentrl.data.writes import Writes
 from agentrl.errors import AgentRLError
 from agentrl.processes.imports import uncollected
+from agentrl.processes.network import LOOPBACK, collectives_on, node_address
 from agentrl.processes.pulse import WORK, Pulse
 from agentrl.processes.signals import write_log_to
-from agentrl.processes.warden import scratch_folder
+from agentrl.processes.warden import Warden, scratch_folder
 
 if TYPE_CHECKING:
     from agentrl.trainer.megatron.trainer import MegatronTrainer
@@ -45,7 +46,8 @@ class TrainActor:
         options: what the trainer reads of the run's options.
         publishing: keyword arguments of :class:`~agentrl.weights.publisher.Publisher`, except those that
             follow from the model.
-        nodes: machines the ranks are on; with one, everything stays on the loopback interface.
+        nodes: machines the ranks are on; with one, they meet on the loopback interface.
+        alone: whether engines are on this machine, too.
         log_file: where this process's log goes; None: standard error.
         log_level: how much goes there.
     """
@@ -59,10 +61,11 @@ class TrainActor:
         *,
         publishing: Mapping[str, Any] | None = None,
         nodes: int = 1,
+        alone: bool = True,
         log_file: str | None = None,
         log_level: str = "info",
     ):
-        self.rank, self.world_size, self._nodes = rank, world_size, nodes
+        self.rank, self.world_size, self._nodes, self._alone = rank, world_size, nodes, alone
         self._hf_checkpoint, self._options = hf_checkpoint, options
         self._publishing = dict(publishing or {})
         self._publisher: Publisher | None = None
@@ -79,7 +82,7 @@ class TrainActor:
         if self._nodes == 1:
             self._folder = scratch_folder("ranks-")
             return f"file://{self._folder}/store"
-        host = _node_address()
+        host = node_address()
         self._listener = socket.create_server((host, 0), backlog=1024)
         return f"tcp://{host}:{self._listener.getsockname()[1]}"
 
@@ -88,6 +91,8 @@ class TrainActor:
         os.environ["OMP_NUM_THREADS"] = str(self._options.threads or 1)
         # Threads that wait must sleep: spinning ones made a step 7 times slower on two cores shared with engines.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        if self._nodes > 1:
+            os.environ |= {name: os.environ.get(name, at) for name, at in collectives_on(node_address()).items()}
         try:
             with uncollected():
                 from agentrl.trainer.megatron.trainer import MegatronTrainer
@@ -183,9 +188,16 @@ class TrainActor:
             )
             if self.rank == 0:
                 backend = "nccl" if core.device.type == "cuda" else "gloo"
-                self._sender = BroadcastSender(self._publisher, backend=backend)
+                host = LOOPBACK if self._alone else node_address()
+                self._sender = BroadcastSender(self._publisher, backend=backend, host=host)
+                self._clean_up(self._publishing["folder"])
         with WORK.on("publishing the weights"), timed("published version %d", version):
             return self._publisher.publish(version)
+
+    def _clean_up(self, folder: str) -> None:
+        """On another machine than the driver, whose warden would: have the folder removed when this process ends."""
+        if not os.path.isdir(folder):
+            Warden(temp_dirs=[folder]).start()
 
     def send(self, method: str, *args: Any) -> Any:
         """Rank 0, beside whatever else it does: call a method of its :class:`BroadcastSender`."""
@@ -216,9 +228,3 @@ def timed(what: str, *args: Any) -> Iterator[None]:
     began = time.monotonic()
     yield
     log.info(f"{what} in %.2f s", *args, time.monotonic() - began)
-
-
-def _node_address() -> str:
-    import ray.util
-
-    return ray.util.get_node_ip_address()

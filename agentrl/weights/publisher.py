@@ -57,6 +57,8 @@ class Publisher:
         self._tied = tied_embeddings
         self._buckets: tuple[Bucket, ...] | None = None
         self._published: Path | None = None
+        self.version: int | None = None
+        """What is published; None while it is written."""
         self._flat: list[torch.Tensor] = []
 
     def publish(self, version: int) -> Snapshot | None:
@@ -81,7 +83,7 @@ class Publisher:
 
     def remove(self) -> None:
         """Remove what was published."""
-        self._flat = []
+        self._flat, self.version = [], None
         if self._published is not None:
             shutil.rmtree(self._published, ignore_errors=True)
             self._published = None
@@ -115,7 +117,7 @@ class Publisher:
                 "shared memory), or give --weight-snapshot-dir a folder on a disk."
             ) from error
         partial.rename(folder)
-        self._published = folder
+        self._published, self.version = folder, version
         return Snapshot(version, str(folder), self._buckets, digest)
 
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from agentrl.processes.network import LOOPBACK, collectives_on
 from agentrl.weights.publisher import Publisher
 
-LOOPBACK = ("127.0.0.1", "localhost")
 _POLL_S = 0.0002
 
 
@@ -34,10 +34,12 @@ class BroadcastSender:
     Args:
         publisher: whose buckets are sent.
         backend: ``gloo`` (CPU) or ``nccl``.
+        host: address of this machine under which engines reach it.
     """
 
-    def __init__(self, publisher: Publisher, *, backend: str = "gloo") -> None:
+    def __init__(self, publisher: Publisher, *, backend: str = "gloo", host: str = LOOPBACK) -> None:
         self._publisher = publisher
+        self._host = host
         self._backend = backend
         self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
         self._store: dist.TCPStore | None = None
@@ -46,17 +48,20 @@ class BroadcastSender:
         self._working = threading.Lock()
         self._bucket_timeout = 120.0
 
-    def listen(self, host: str = "127.0.0.1") -> int:
-        """The port on ``host`` where groups are formed, open from now until :meth:`abort`. Waits for nobody."""
-        if self._store is not None:
-            return self._store.port
-        listener = socket.create_server((host, 0), backlog=1024)
-        port = listener.getsockname()[1]
-        self._store = dist.TCPStore(
-            host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
-        )
-        self._loopback = host in LOOPBACK
-        return port
+    def listen(self) -> tuple[str, int]:
+        """The address where groups are formed, open from now until :meth:`abort`. Waits for nobody."""
+        if self._store is None:
+            listener = socket.create_server((self._host, 0), backlog=1024)
+            port = listener.getsockname()[1]
+            self._store = dist.TCPStore(
+                *(self._host, port), is_master=True, wait_for_workers=False, multi_tenant=True,
+                master_listen_fd=listener.detach(),
+            )  # fmt: skip
+        return self._host, self._store.port
+
+    def has(self, version: int) -> bool:
+        """Whether this version is the one that is published now."""
+        return self._publisher.version == version
 
     def connect(self, groups: dict[str, int], timeout: float = 30.0, bucket_timeout: float = 120.0) -> dict[str, str]:
         """Form those groups whose engines have come to the rendezvous. Call again for the others.
@@ -218,7 +223,7 @@ class BroadcastSender:
         if self._backend == "nccl":
             # Its watchdog would end the trainer when an engine hangs; deadlines here are our own.
             return {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-        return {"GLOO_SOCKET_IFNAME": "lo"} if self._loopback else {}
+        return collectives_on(self._host)
 
 
 @contextlib.contextmanager

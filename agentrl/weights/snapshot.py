@@ -29,5 +29,5 @@ class Snapshot:
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def is_there(self) -> bool:
-        """Whether it is the last version that was published, and lies on this machine."""
+        """Whether it is the last version that was published, and this machine sees it."""
         return Path(self.folder).is_dir()

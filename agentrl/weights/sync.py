@@ -47,8 +47,8 @@ class WeightSync:
 
     Args:
         transport: how all engines get a new version.
-        restore: how a single engine that started or came back gets the current one: from files that it can read. None
-            where it cannot read them; it then waits for the next version.
+        restore: how a single engine that started or came back gets the current one: from files. None where it may not
+            see them, on another machine: then by ``transport``.
         pause_mode: what becomes of requests in flight, see :func:`~agentrl.engines.control.pausing`.
         deadlines: seconds for each state.
         verify: compare checksums.
@@ -98,20 +98,22 @@ class WeightSync:
         return report
 
     async def restore(self, engine: EngineControl) -> SyncReport | None:
-        """Bring one engine to :attr:`snapshot`, without the trainer. None: not now, it waits for the next version.
+        """Bring one engine to :attr:`snapshot`, beside what the ranks train. None: a new version is being published in
+        its place, for which the engine waits.
 
         Raises:
             SyncFailed: the engine does not take it.
         """
-        snapshot = self.snapshot
-        if snapshot is None or self.restore_from is None or not snapshot.is_there():
+        snapshot, way = self.snapshot, self.restore_from or self.transport
+        if snapshot is None or not await way.has(snapshot):
             return None
         try:
-            return await self._deliver(self.restore_from, [engine], self._report(), tried=True)
+            report = await self._deliver(way, [engine], self._report(), tried=True)
         except SyncFailed:
-            if snapshot.is_there():
+            if await way.has(snapshot):
                 raise
-            return None  # a new version is being published in its place
+            return None
+        return report if await way.has(snapshot) else None  # else what was sent may be of two versions
 
     async def close(self) -> None:
         """Leave the engines to themselves."""

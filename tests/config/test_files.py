@@ -3,6 +3,7 @@ import json
 import pytest
 
 from agentrl.config import Config, load_config
+from agentrl.config.serialize import read_run_config
 from agentrl.errors import ConfigError
 
 TOML = """
@@ -114,6 +115,13 @@ def test_saved_configuration_loads_again(from_file, load):
     text = json.dumps(cfg.to_dict())
     assert Config.from_dict(json.loads(text)) == cfg
     assert from_file(text, ".json") == cfg
+
+
+def test_a_stored_run_with_an_option_that_is_gone_loads(load, tmp_path):
+    values = load().to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(values | {"host": "127.0.0.1"}))
+    assert read_run_config(tmp_path) == values
+    assert Config.from_dict(values | {"host": "127.0.0.1"}) == load()
 
 
 def test_from_dict_is_strict(load):

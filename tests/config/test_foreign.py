@@ -51,7 +51,7 @@ def test_sglang_aliases_lead_to_one_name(load):
         (("--sglang-model", "x"), ("--hf-checkpoint",)),
         (("--sglang-tp-size", "2"), ("--rollout-num-gpus-per-engine",)),
         (("--sglang-tensor-parallel-size", "2"), ("--rollout-num-gpus-per-engine",)),
-        (("--sglang-host", "0.0.0.0"), ("use --host",)),
+        (("--sglang-host", "0.0.0.0"), ("--sglang-host cannot be set", "own address")),
         (("--sglang-dtype", "half"), ("--dtype",)),
     ],
 )

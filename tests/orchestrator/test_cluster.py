@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from agentrl.config import load_config
 from agentrl.engines.world import World
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.errors import AgentRLError, ConfigError, LostError
 from agentrl.orchestrator import cluster as module
 from agentrl.orchestrator.cluster import Bundle, Cluster, bundles_of, placement
 from agentrl.orchestrator.launch import train
@@ -35,6 +36,14 @@ def test_machines_of_ranks_are_apart_and_the_rest_is_wherever_there_is_room():
     groups, places = placement(bundles_of(cfg, World()))
     assert groups == [[{"CPU": 2.0}, {"CPU": 2.0}], [{"CPU": 1.0}] * 4]
     assert places == [(0, 0), (0, 0), (0, 1), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]
+
+
+def test_the_manager_is_beside_the_driver_where_that_machine_takes_actors():
+    """Then a run ends with that machine, or with one that holds ranks, and with no other."""
+    bundles = bundles_of(wanted("--rollout-num-workers", "2"), World())
+    ((*_, engine, manager, first, second),), _ = placement(bundles, "10.0.0.1")
+    assert manager == {"CPU": 1.0, "node:10.0.0.1": 0.001}
+    assert engine == first == second == {"CPU": 1.0}
 
 
 def wanted(*flags: str):
@@ -65,6 +74,8 @@ def test_the_world_is_that_of_ray_or_of_this_machine(monkeypatch):
     ]
     world = World.of(nodes)  # the driver's own machine has none
     assert (world.gpus, world.addresses, world.device, world.backend) == (4, ("10.0.0.1", "10.0.0.2"), "cuda", "nccl")
+    assert not world.is_one_machine and World().is_one_machine
+    assert World.of([nodes[0], nodes[0]]).is_one_machine, "two of Ray's nodes on one machine"
     monkeypatch.setattr("os.listdir", lambda path: ["nvidia3", "nvidiactl", "null"])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert World.here().gpus == 1, "whatever its number is"
@@ -82,13 +93,17 @@ def test_two_machines_are_refused_where_there_is_one(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_cluster_of_too_few_machines_is_refused(monkeypatch):
+def test_a_machine_that_starts_is_waited_for_and_one_that_does_not_is_lost(monkeypatch):
+    """Another start may find it."""
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    ray = SimpleNamespace(nodes=lambda: [{"Alive": True}, {"Alive": False}])
-    cluster = Cluster(lambda world: [], namespace="x", temp_dir="/nowhere")
-    cluster.bundles = [Bundle("rank-0", node=0), Bundle("rank-1", node=1)]
-    with pytest.raises(AgentRLError, match="asks for 2 machines; the Ray cluster at head:6379 has 1"):
-        cluster._reserve(ray)
+    cluster = Cluster(lambda world: [], nodes=2, namespace="x", temp_dir="/nowhere")
+    there = [{"Alive": True}, {"Alive": False}]
+    with pytest.raises(LostError, match="asks for 2 machines; the Ray cluster at head:6379 has 1"):
+        cluster._await_nodes(SimpleNamespace(nodes=lambda: there), time.monotonic() - 1)
+    waits: list[float] = []
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: (waits.append(seconds), there.append({"Alive": True})))
+    cluster._await_nodes(SimpleNamespace(nodes=lambda: there), time.monotonic() + 60)
+    assert waits == [1.0]
 
 
 def test_a_signal_in_the_middle_of_rays_import_comes_through(monkeypatch):
@@ -121,6 +136,8 @@ os.environ["RAY_ADDRESS"] = nodes.address
 from agentrl.processes.signals import Terminated, raise_on_signals
 from agentrl.orchestrator import cluster as module
 from agentrl.orchestrator.cluster import Bundle, Cluster
+from agentrl.errors import ConfigError
+from pathlib import Path
 import ray
 
 class Rank:
@@ -133,6 +150,11 @@ with Cluster(plan, namespace="x", temp_dir=sys.argv[1]) as cluster:
     assert len(cluster.world.addresses) == 2 and not cluster.world.has_gpu
     actors = [ray.remote(Rank).options(**cluster.options(i)).remote() for i in range(5)]
     print(json.dumps(ray.get([actor.node.remote() for actor in actors], timeout=120)))
+    cluster.check_sees(Path(sys.argv[1]))
+    try:
+        cluster.check_sees(Path(sys.argv[1], "nowhere"))
+    except ConfigError as error:
+        print(error)
 nodes.shutdown()
 """
 
@@ -145,8 +167,10 @@ def test_ranks_land_on_two_machines(tmp_path):
         [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=220, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    where = json.loads(done.stdout.splitlines()[-1])
+    *_, places, refusal = done.stdout.splitlines()
+    where = json.loads(places)
     assert where[0] == where[1] != where[2] == where[3]
+    assert "does not see" in refusal and "nowhere" in refusal
 
 
 def test_a_run_asks_for_ranks_engines_and_a_manager():

@@ -372,9 +372,9 @@ def test_weight_sync_counts_the_ranks_of_an_engine(manager: RolloutManager, gpu:
     sync = weight_sync(cfg, world, None)
     assert (sync.transport._ranks, sync.transport._backend) == (ranks, "nccl" if gpu else "gloo")
     assert sync.restore_from is not None
-    cfg = cfg.replace(host="10.0.0.7")
-    assert weight_sync(cfg, world, None).restore_from is None, "other machines do not see the shared memory"
-    assert weight_sync(cfg.replace(weight_snapshot_dir="/everywhere"), world, None).restore_from is not None
+    several = World(world.gpus, ("10.0.0.7", "10.0.0.8"))
+    assert weight_sync(cfg, several, None).restore_from is None, "other machines do not see the shared memory"
+    assert weight_sync(cfg.replace(weight_snapshot_dir="/everywhere"), several, None).restore_from is not None
     sync = weight_sync(cfg.replace(rollout_num_gpus_per_engine=1), World(gpus=1), None)
     assert isinstance(sync.transport, Disk), "NCCL has no group of two processes on one GPU"
 

@@ -73,7 +73,7 @@ def test_groups_do_not_touch_the_default_group_and_one_that_dies_costs_the_other
     tensors = parameters()
     sizes = [flat.numel() for flat in sender._publisher._flat]
     expected = sum(int(t.view(torch.uint8).long().sum()) for t in tensors.values())
-    port = sender.listen()
+    _, port = sender.listen()
     whole, short = start_receiver(port, "whole", sizes), start_receiver(port, "short", sizes[:1])
     try:
         assert connect_all(sender, {"whole": 2, "short": 2}) == {"whole": "formed", "short": "formed"}
@@ -91,7 +91,7 @@ def test_groups_do_not_touch_the_default_group_and_one_that_dies_costs_the_other
 
 
 def test_a_broadcast_that_nobody_takes_is_given_up_on_demand_and_in_time(sender: BroadcastSender) -> None:
-    port = sender.listen()
+    _, port = sender.listen()
     names = ("dropped", "late")
     held = [subprocess.Popen([sys.executable, "-c", IDLE, str(port), name, "[]"]) for name in names]
     try:
@@ -139,7 +139,7 @@ def test_a_group_whose_engine_does_not_come_is_not_waited_for(sender: BroadcastS
 
 
 def test_the_rendezvous_listens_on_loopback_only(sender: BroadcastSender) -> None:
-    port = sender.listen("127.0.0.1")
+    _, port = sender.listen()
     listening = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:

@@ -48,6 +48,7 @@ class FakeSender:
     def __init__(self, engines: Sequence[FakeEngine] = ()) -> None:
         self.engines = engines
         self.groups: dict[str, int] = {}
+        self.published: int | None = 4
         self.fail_at: str | None = None
         self.calls: list[str] = []
         self.sent_to: list[list[str]] = []
@@ -58,9 +59,12 @@ class FakeSender:
         if self.fail_at == name:
             raise RuntimeError(f"{name} failed on purpose")
 
-    async def listen(self, host: str) -> int:
+    async def has(self, version: int) -> bool:
+        return self.published == version
+
+    async def listen(self) -> tuple[str, int]:
         self._called("listen")
-        return 12345
+        return "127.0.0.1", 12345
 
     async def connect(self, groups: dict[str, int], timeout: float, bucket_timeout: float) -> dict[str, str]:
         self._called("connect")
@@ -362,8 +366,30 @@ async def test_an_engine_waits_where_the_version_is_not_to_be_had(tmp_path: Path
         engines[0]._update_weights_from_disk = gone
         assert await sync.restore(controls[0]) is None
         assert_runs(engines[0])
+
+
+async def test_an_engine_that_does_not_see_the_files_gets_them_sent() -> None:
+    """On another machine. The others, and their groups, are left alone; what gave way meanwhile is not taken for it."""
+    async with fake_engines(2) as (engines, controls, sender):
+        sync = syncing(sender)
         sync.restore_from = None
-        assert await sync.restore(controls[0]) is None
+        await bring(sync, controls[:1], 4)
+        groups = set(sender.groups)
+        engines[0].calls.clear()
+        assert (await sync.restore(controls[1])).synced == [controls[1].url]
+        assert [engine.version for engine in engines] == ["4", "4"] and not engines[0].calls
+        assert set(sender.groups) > groups
+        sender.published = 5
+        assert await sync.restore(controls[1]) is None
+        sender.published, before = 4, sender.broadcast
+
+        async def overtaken(index: int, groups: list[str]) -> dict[str, str]:
+            sender.published = None
+            return await before(index, groups)
+
+        sender.broadcast = overtaken  # type: ignore[method-assign]
+        assert await sync.restore(controls[1]) is None, "its buckets may be of two versions"
+        assert_runs(engines[1])
 
 
 async def test_without_verification_no_checksum_is_asked_for() -> None:

@@ -78,6 +78,10 @@ class SyncRun:
 class Transport:
     """One way for weights to reach engines."""
 
+    async def has(self, snapshot: Snapshot) -> bool:
+        """Whether it is still the one that can be brought."""
+        raise NotImplementedError
+
     async def prepare(self, run: SyncRun) -> None:
         """What can be done while engines still generate."""
 

@@ -13,13 +13,15 @@ from collections.abc import Coroutine, Iterable
 from typing import Any, Protocol
 
 from agentrl.engines.control import BEGIN, END, Call, EngineControl, receive
+from agentrl.weights.snapshot import Snapshot
 from agentrl.weights.transports.base import Deadlines, SyncRun, Transport
 
 
 class Sender(Protocol):
     """Rank 0's end: the methods of :class:`~agentrl.weights.sender.BroadcastSender`, as coroutines."""
 
-    async def listen(self, host: str) -> int: ...
+    async def has(self, version: int) -> bool: ...
+    async def listen(self) -> tuple[str, int]: ...
     async def connect(self, groups: dict[str, int], timeout: float, bucket_timeout: float) -> dict[str, str]: ...
     async def broadcast(self, index: int, groups: list[str]) -> dict[str, str]: ...
     async def drop(self, name: str) -> None: ...
@@ -32,7 +34,6 @@ class Broadcast(Transport):
     Args:
         sender: the trainer's end.
         backend: ``gloo`` or ``nccl``; must be the sender's.
-        host: address under which engines reach the sender.
         engine_ranks: processes of one engine (its tensor-parallel size).
         attempts: how often a broken shared group (NCCL) is formed again.
     """
@@ -42,17 +43,18 @@ class Broadcast(Transport):
         sender: Sender,
         *,
         backend: str = "gloo",
-        host: str = "127.0.0.1",
         engine_ranks: int = 1,
         attempts: int = 3,
     ) -> None:
         self._sender = sender
         self._backend = backend
-        self._host = host
         self._ranks = engine_ranks
         self._attempts = attempts
         self._members: dict[str, list[EngineControl]] = {}
         self._formed = False
+
+    async def has(self, snapshot: Snapshot) -> bool:
+        return await self._sender.has(snapshot.version)
 
     async def prepare(self, run: SyncRun) -> None:
         self._formed = await run.timed("connect", self._connect(run))
@@ -151,12 +153,12 @@ class Broadcast(Transport):
         self, groups: dict[str, list[EngineControl]], limits: Deadlines
     ) -> dict[EngineControl, asyncio.Future[None]]:
         """Ask the engines to join; they wait for the sender meanwhile."""
-        port = await self._sender.listen(self._host)
+        host, port = await self._sender.listen()
         joins: dict[EngineControl, Coroutine[Any, Any, None]] = {}
         for name, part in groups.items():
             for index, engine in enumerate(part):
                 joins[engine] = engine.init_group(
-                    host=self._host,
+                    host=host,
                     port=port,
                     rank_offset=1 + self._ranks * index,
                     world_size=1 + self._ranks * len(part),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from agentrl.engines.control import EngineControl, load_files
+from agentrl.weights.snapshot import Snapshot
 from agentrl.weights.transports.base import SyncRun, Transport
 
 
 class Disk(Transport):
     """From a folder that all engines can read: of a disk, or in the memory that they share with the trainer."""
+
+    async def has(self, snapshot: Snapshot) -> bool:
+        return snapshot.is_there()
 
     async def transfer(self, run: SyncRun) -> None:
         snapshot, limits = run.snapshot, run.deadlines
