@@ -196,7 +196,6 @@ class RolloutManager:
         )
         self.buffer = Buffer(cfg)
         self._ahead: dict[int, Rollout] = {}
-        self._taken = -1
         self.carried, self._spare = Carried(self._play), at_once - cfg.rollout_batch_size
         self._in_turn = asyncio.Lock()
         collect = self._collect_in_turn if cfg.partial_rollout else self._collect
@@ -256,7 +255,6 @@ class RolloutManager:
             self._since = began, self.workers.metrics()
         rollout = await self.engines.unless_broken(asyncio.ensure_future(self.rollouts.take(step)))
         collected = await self.sink.take(rollout)
-        self._taken = step
         del self._ahead[step]
         if collected is None:
             return None
@@ -365,9 +363,9 @@ class RolloutManager:
         written into ``folder``. Raises StorageError."""
         account = self.account.state_dict()
         ahead = [group for rollout in self._ahead.values() for group in rollout.played]
-        kept = self.buffer.to_save([*ahead, *self.carried.finished])
-        played = await asyncio.to_thread(self.buffer.save, Path(folder), self._taken + 1, kept)
-        return {"buffer": account, "played": played, "step": self._taken + 1}
+        kept, step = self.buffer.to_save([*ahead, *self.carried.finished, *self.sink.untrained]), self.sink.trained
+        played = await asyncio.to_thread(self.buffer.save, Path(folder), step, kept)
+        return {"buffer": account, "played": played, "step": step}
 
     async def load_state(self, state: dict[str, Any], folder: str) -> None:
         """Go on from a checkpoint's state. Raises DataError."""
@@ -378,9 +376,9 @@ class RolloutManager:
             )
         self.account.load_state_dict(state["buffer"])
         await asyncio.to_thread(self.buffer.load, Path(folder), state.get("played", {}))
-        self._taken = int(state.get("step", 0)) - 1
+        self.sink.trained = int(state.get("step", 0))
         if self.sink.experience is not None:
-            await asyncio.to_thread(self.sink.experience.load, self.store, self._taken + 1)
+            await asyncio.to_thread(self.sink.experience.load, self.store, self.sink.trained)
         if self.buffer:
             log.info("%d groups were played before the checkpoint and wait to be trained on", len(self.buffer))
 

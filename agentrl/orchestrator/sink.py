@@ -83,6 +83,8 @@ class Sink:
         self.keep, self.at_once, self.max_staleness = keep, at_once or size, max_staleness
         self.experience = experience
         self.has_lived = False
+        self.trained = 0
+        """Rollouts trained on."""
         self._in_training: tuple[int, Collected] | None = None
 
     def begin(self, step: int) -> Rollout:
@@ -122,12 +124,18 @@ class Sink:
         self._in_training = rollout.step, collected
         return collected
 
+    @property
+    def untrained(self) -> list[Group]:
+        """Groups of what was taken last, and is not trained on yet."""
+        return self._in_training[1].groups if self._in_training is not None else []
+
     async def mark_trained(self, columns: Mapping[str, np.ndarray], *, tokens: bool) -> None:
         """The optimizer has taken what was taken last: its tasks count as trained, those that gave nothing as dropped.
         Its episodes are stored with what they were trained with, with ``tokens`` by token."""
         if self._in_training is None:
             return
         (step, done), self._in_training = self._in_training, None
+        self.trained = step + 1
         groups, trained = [*done.lost, *done.stale, *done.filtered, *done.groups], set(done.batch.trajectory_ids)
         everything = [t for group in [*groups, *done.again] for t in group.trajectories]
         done.batch.note_trained(everything, columns, tokens=tokens)

@@ -173,6 +173,22 @@ async def test_what_was_played_ahead_is_not_played_again_after_a_checkpoint(
     assert len(again.buffer) == 0
 
 
+async def test_a_batch_that_was_taken_and_not_trained_on_is_not_played_again(tmp_path: Any, monkeypatch: Any) -> None:
+    """A run may be asked to end between the two, and saves then."""
+    manager = made(tmp_path / "a", monkeypatch, tasks=20)
+    manager.runner = slow_runner(0, [])
+    await manager.generate(0)
+    await mark_trained(manager)
+    _, (batch,), *_ = await manager.generate(1)
+    state = await manager.state(str(tmp_path / "1"))
+    assert state["step"] == 1 and state["played"]["groups"] == 3
+    again, played = made(tmp_path / "b", monkeypatch, tasks=20), list[str]()
+    again.runner = recording(slow_runner(1, []), played)
+    await again.load_state(state, str(tmp_path / "1"))
+    _, (other,), *_ = await again.generate(1)
+    assert other.trajectory_ids == batch.trajectory_ids and not played
+
+
 async def test_what_waits_outlives_several_checkpoints_and_is_trained_on_as_it_was_sampled(
     tmp_path: Any, monkeypatch: Any
 ) -> None:
