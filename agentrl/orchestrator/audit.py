@@ -7,6 +7,7 @@ different times; here they must agree.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -165,4 +166,11 @@ def left_behind(temporary: Path, shared_before: Iterable[Path], shared: Path = P
         shared_before: what was in shared memory before it began.
     """
     new = sorted({*shared.glob("*")} - {*shared_before}) if shared.is_dir() else []
+    new = [path for path in new if not _is_in_use(path)]
     return [f"left over: {path}" for path in (*sorted(temporary.glob("*")), *new)]
+
+
+def _is_in_use(path: Path) -> bool:
+    """Whether a folder of published weights is that of a driver that lives: of another run on this machine."""
+    driver = re.match(r"agentrl-weights-(\d+)-", path.name)
+    return driver is not None and Path(f"/proc/{driver[1]}").exists()

@@ -364,7 +364,7 @@ def weights_folder(cfg: Config, run: RunDir, warden: Warden) -> Iterator[str]:
     with storage_errors(base or "a temporary folder"):
         if base is not None:
             base.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.mkdtemp(prefix="agentrl-weights-", dir=base)
+        folder = tempfile.mkdtemp(prefix=f"agentrl-weights-{os.getpid()}-", dir=base)
     warden.add_temp_dir(folder)
     try:
         yield folder

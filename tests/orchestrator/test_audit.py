@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -192,7 +193,10 @@ def test_files_left_behind(tmp_path: Path) -> None:
     assert left_behind(temporary, before, shared) == []
     (temporary / "agentrl-run-x").mkdir()
     (shared / "sem.x").touch()
+    (shared / f"agentrl-weights-{os.getpid()}-x").mkdir()  # of another run, which goes on
+    (shared / "agentrl-weights-999999999-x").mkdir()
     assert left_behind(temporary, before, shared) == [
         f"left over: {temporary / 'agentrl-run-x'}",
+        f"left over: {shared / 'agentrl-weights-999999999-x'}",
         f"left over: {shared / 'sem.x'}",
     ]
