@@ -13,6 +13,7 @@ ends, or that does not answer, is taken out of the router at once and replaced.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
@@ -338,7 +339,7 @@ class EnginePool:
                 await control.close()
                 if self._ray_options and not await self._threaded(machine_answers, control.url, _PROBE_S):
                     log.warning("the machine of %s is cut off; the router would wait for it, and is started again", of)
-                    await self._threaded(self._router.stop)  # its watch starts it
+                    await self._renew_router()
             if engine is not None:
                 await engine.end()
 
@@ -429,6 +430,15 @@ class EnginePool:
                         await self._admit(place)
                     except EngineError as error:  # if the engine is dead, its own watch replaces it
                         log.warning("%s: %s", place.name, error)
+
+    async def _renew_router(self) -> None:
+        """End the router, and with it its connections; return when its watch has started it again."""
+        old = self._router
+        await self._threaded(old.stop)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.start_timeout):
+                while self._router is old or not await self._threaded(self._router.is_healthy, _PROBE_S):
+                    await asyncio.sleep(0.1)
 
     async def _restart_router(self) -> bool:
         for _ in range(_ROUTER_ATTEMPTS):

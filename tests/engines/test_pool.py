@@ -319,6 +319,25 @@ async def test_a_router_that_stands_still_is_started_again(monkeypatch: pytest.M
         await until(lambda: pool._router is not stopped and pool._router.is_healthy())
 
 
+async def test_no_request_waits_for_a_machine_that_is_cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nobody closes its connections: the router would hold them until the kernel gives them up, after minutes."""
+    monkeypatch.setattr(pool_module, "RayEngine", lambda options, *args, **kwargs: FakeLocalEngine(*args, **kwargs))
+    gone: list[str] = []
+    monkeypatch.setattr(pool_module, "machine_answers", lambda url, timeout: url not in gone)
+    async with pooled(monkeypatch, tmp_path, ray_options=[{}, {}]) as (pool, _):
+        await pool.start()
+        router, url = pool._router, pool.router_url
+        await engines()[0].die()
+        await until(lambda: len(engines()) == 3 and pool.states() == [SERVING, SERVING])
+        assert pool._router is router, "a process that ended closed its own"
+        gone.append(engines()[1].server.url)
+        await engines()[1].die()
+        await until(lambda: len(engines()) == 4 and pool._router is not router and pool.states() == [SERVING, SERVING])
+        assert pool.router_url == url
+        await until(lambda: worker_urls(pool) == {engines()[2].server.url, engines()[3].server.url})
+        await generate(pool)
+
+
 def test_wrong_sizes() -> None:
     with pytest.raises(EngineError, match="a pool of 0 engines; expected at least one"):
         EnginePool(EngineSpec("m"), 0)
