@@ -60,3 +60,13 @@ def oldest_version(group: Group) -> float:
     """Version of the oldest weights that sampled a token of it; infinite where none was sampled."""
     sampled = [s for t in group.trajectories for s in t.segments if s.num_sampled]
     return min((int(s.versions[s.loss_mask == 1].min()) for s in sampled), default=math.inf)
+
+
+def forget_training(trajectories: Iterable[Trajectory], *, advantage: bool = True) -> None:
+    """What they were trained with is no longer in them: the next time it is something else. Their ``advantage``, which
+    says that they were trained, only if asked."""
+    for trajectory in trajectories:
+        if advantage:
+            trajectory.advantage = None
+        for segment in trajectory.segments:
+            segment.trained = {}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from agentrl.data.episodes import by_episode, by_group, is_error, oldest_version, reward_of, solved
+from agentrl.data.episodes import by_episode, by_group, forget_training, is_error, oldest_version, reward_of, solved
 from agentrl.data.store import TrajectoryStore
 from agentrl.errors import ConfigError, EnvError, describe
 from agentrl.loading import load_object
@@ -137,16 +137,16 @@ class Experience:
         chosen = {id(group) for group in self._filter(self._cfg, there, wanted)} if wanted else set()
         groups = [group for group in there if id(group) in chosen]
         for group in groups:
-            _forget(group, advantage=True)
+            forget_training(group.trajectories)
         return groups
 
     def add(self, step: int, groups: Iterable[Group], again: Iterable[Group] = ()) -> None:
         """These were trained on in rollout ``step`` for the first time, others ``again``. The oldest rollout goes."""
         for group in groups:
-            _forget(group)
+            forget_training(group.trajectories, advantage=False)
             self._groups[group.group_id] = step, group
         for group in again:
-            _forget(group)
+            forget_training(group.trajectories, advantage=False)
             if group.group_id in self._groups:
                 self._groups[group.group_id] = self._groups[group.group_id][0], group
         self._groups = {name: (at, group) for name, (at, group) in self._groups.items() if at > step - self._rollouts}
@@ -157,11 +157,3 @@ class Experience:
             groups = by_group(store.read("train", step=number))
             trained = [group for group in groups if any(t.advantage is not None for t in group.trajectories)]
             self.add(number, trained, by_group(store.read(REPLAY, step=number)))
-
-
-def _forget(group: Group, *, advantage: bool = False) -> None:
-    """What its tokens were trained with: the next time it is something else."""
-    for trajectory in group.trajectories:
-        trajectory.advantage = None if advantage else trajectory.advantage
-        for segment in trajectory.segments:
-            segment.trained = {}

@@ -11,7 +11,7 @@ from typing import Any
 from agentrl.config.schema import Config, DatedTemplateOptions, EnvironmentOptions, SamplingOptions
 from agentrl.data.account import PendingGroup
 from agentrl.data.deaths import lived
-from agentrl.data.episodes import by_group
+from agentrl.data.episodes import by_group, forget_training
 from agentrl.data.store import TrajectoryStore
 from agentrl.types import Group
 
@@ -74,8 +74,5 @@ class Buffer:
                 log.warning("%d groups that were played ahead are played again: changed was %s", state["groups"], flags)
             return
         for group in by_group(TrajectoryStore(folder, read_only=True).read(NAME)):
-            for trajectory in group.trajectories:  # it may have been trained on while it was written
-                trajectory.advantage = None
-                for segment in trajectory.segments:
-                    segment.trained = {}
+            forget_training(group.trajectories)  # it may have been trained on while it was written
             self._groups[group.group_id] = group

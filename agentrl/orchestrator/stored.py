@@ -18,7 +18,7 @@ import numpy as np
 from agentrl.algorithms import TrainBatch, load_algorithm
 from agentrl.config.schema import AlgorithmOptions
 from agentrl.data.deaths import lived
-from agentrl.data.episodes import by_group
+from agentrl.data.episodes import by_group, forget_training
 from agentrl.data.experience import REPLAY
 from agentrl.data.filters import load_filter
 from agentrl.data.store import TrajectoryStore
@@ -102,10 +102,7 @@ class StoredRollouts(RolloutHandle):
             groups = self._fitting([group for group in groups if lived(group)])
         again = list(self._stored.read(REPLAY, step=step))
         groups += by_group(again)
-        for trajectory in [*stored, *again]:
-            trajectory.advantage = None
-            for segment in trajectory.segments:
-                segment.trained = {}
+        forget_training([*stored, *again])
         return groups
 
     def _fitting(self, groups: list[Group]) -> list[Group]:

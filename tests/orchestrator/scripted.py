@@ -137,6 +137,16 @@ def _plot(path: Path, *args: Any, **kwargs: Any) -> None:
         stream.write(b"a curve")
 
 
+def leave_out_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver starts no Ray, no warden and no engines."""
+    nothing = SimpleNamespace(
+        processes=lambda *pids: {}, actor=lambda *who: None, world=World(), scratch=contextlib.nullcontext,
+        has_lost=False, check_sees=lambda *files: None,
+    )  # fmt: skip
+    for name in ("Warden", "weights_folder", "start_engines_ahead", "Cluster", "Watch", "stderr_to"):
+        monkeypatch.setattr(driver, name, lambda *args, **kwargs: contextlib.nullcontext(nothing))
+
+
 @pytest.fixture
 def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rollout]:
     """``train(*flags)`` is ``agentrl train`` with these; returns the rollouts' end."""
@@ -146,12 +156,7 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rollout]:
         made.append(Rollout(run.path))
         return Trainer(), made[-1]
 
-    nothing = SimpleNamespace(
-        processes=lambda *pids: {}, actor=lambda *who: None, world=World(), scratch=contextlib.nullcontext,
-        has_lost=False,
-    )
-    for name in ("Warden", "weights_folder", "start_engines_ahead", "Cluster", "Watch", "stderr_to"):
-        monkeypatch.setattr(driver, name, lambda *args, **kwargs: contextlib.nullcontext(nothing))
+    leave_out_processes(monkeypatch)
     monkeypatch.setattr(driver, "installed", dict)
     monkeypatch.setattr(driver, "start_actors", start_actors)
     monkeypatch.setattr(driver, "check_environment", lambda cfg: None)

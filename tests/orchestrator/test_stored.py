@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from agentrl.orchestrator.stored import StoredRollouts
 from agentrl.tasks.source import TaskSource
 from agentrl.trainer.ranks import TrainActor
 from agentrl.types import Group, Segment, StopReason, Task, Trajectory
+from tests.orchestrator.scripted import leave_out_processes
 from tests.orchestrator.test_manager import made
 from tests.orchestrator.test_train_step import InProcess, Rank
 from tests.trainer.samples import VOCAB, tiny_checkpoint
@@ -115,11 +115,7 @@ def train() -> Iterator[Callable[..., Path]]:
         manager._put_together(TaskAccount(TaskSource("search", 100)), SimpleNamespace(run_group=play), [])
         return start_trainer(cfg), Played(manager)
 
-    nothing = SimpleNamespace(
-        processes=lambda *pids: {}, actor=lambda *who: None, world=World(), scratch=contextlib.nullcontext
-    )
-    for name in ("Warden", "weights_folder", "start_engines_ahead", "Cluster", "Watch", "stderr_to"):
-        monkeypatch.setattr(driver, name, lambda *args, **kwargs: contextlib.nullcontext(nothing))
+    leave_out_processes(monkeypatch)
     monkeypatch.setattr(driver, "check_environment", lambda cfg: None)
     monkeypatch.setattr(driver, "start_actors", start_actors)
     monkeypatch.setattr(driver, "start_trainer", start_trainer)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,7 @@ from agentrl.orchestrator.dry_run import dry_run
 from agentrl.orchestrator.supervised import HELD_OUT, HeldOut, StoredTrajectories, SupervisedData, WrittenChats
 from agentrl.trainer.ranks import TrainActor
 from agentrl.types import Segment, StopReason, Task, Trajectory
+from tests.orchestrator.scripted import leave_out_processes
 from tests.orchestrator.test_train_step import InProcess, Rank
 from tests.rollout.family_cases import checkpoint
 from tests.trainer.samples import tiny_checkpoint
@@ -78,11 +77,7 @@ def train(monkeypatch, model, chats):
         ranks.append(TrainActor(0, 1, str(cfg.hf_checkpoint), cfg.section(TrainerOptions).replace(threads=1)))
         return Trainer([Rank(ranks[0])], num_steps=cfg.num_steps_per_rollout, deadline=100.0)
 
-    nothing = SimpleNamespace(
-        processes=lambda *pids: {}, actor=lambda *who: None, world=World(), scratch=contextlib.nullcontext
-    )
-    for name in ("Warden", "weights_folder", "Cluster", "Watch", "stderr_to"):
-        monkeypatch.setattr(driver, name, lambda *args, **kwargs: contextlib.nullcontext(nothing))
+    leave_out_processes(monkeypatch)
     monkeypatch.setattr(driver, "start_trainer", start_trainer)
     monkeypatch.setattr(ray, "put", lambda value: value)
 
