@@ -13,7 +13,7 @@ from agentrl.config.megatron_options import ACTS, CHECKPOINT, ONLY, OWNED
 from agentrl.config.names import IMPLIED, NOT_AVAILABLE
 from agentrl.config.options import Option, options
 from agentrl.config.parse import ALIASES
-from agentrl.config.presets import BEYOND, PRESETS, SUPERVISED, TUNED_TO
+from agentrl.config.presets import BEYOND, OTHERWISE, PRESETS, STEPS, SUPERVISED, TUNED_TO
 from agentrl.config.schema import Config, EvalConfig
 
 PAGE = Path(__file__).parents[1] / "assets" / "configuration.md"
@@ -38,9 +38,12 @@ def _preset(name: str) -> str:
     train = options(Config)
     rows = "\n".join(f"| `{train[key].flag}` | `{value}` |" for key, value in PRESETS[name].items())
     beyond = ", ".join(f"`{train[key].flag} {value}`" for key, value in BEYOND.items())
+    steps = ", ".join(f"`{train[key].flag} {value}`" for key, value in STEPS.items())
+    otherwise = ", ".join(f"`{train[key].flag}`" for key in OTHERWISE)
     return (
         f"**`{name}`**: the embedded model, used when `--hf-checkpoint` is not given.\n\n"
-        f"| option | value |\n|---|---|\n{rows}\n\nIn environments other than `{TUNED_TO}`: {beyond}."
+        f"| option | value |\n|---|---|\n{rows}\n\nIn `{TUNED_TO}`, where none of {otherwise} is given: {steps}. "
+        f"In other environments: {beyond}."
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from agentrl.config.derive import DERIVED, derive, split_names
 from agentrl.config.options import options
 from agentrl.config.parse import Given, parse_flags, parse_mapping, read_file
-from agentrl.config.presets import BEYOND, DEMO, HALF, SUPERVISED, preset
+from agentrl.config.presets import BEYOND, DEMO, HALF, OTHERWISE, STEPS, SUPERVISED, TUNED_TO, preset
 from agentrl.config.schema import Config, EvalConfig
 from agentrl.config.serialize import OWNER, read_run_config, run_folder_of
 from agentrl.config.validate import validate, value_problems
@@ -181,7 +181,10 @@ def _preset_layer(config_class: type, layers: list[Given]) -> Given | None:
     if _last(layers, "base_url") is not None:
         return None
     env, others = _last(layers, "env") or (), _last(layers, "eval_env") or ()
-    given = preset(name, split_names((env,) if isinstance(env, str) else env) + split_names(others))
+    environments = split_names((env,) if isinstance(env, str) else env) + split_names(others)
+    given = preset(name, environments)
+    if name == DEMO and set(environments) == {TUNED_TO} and not any(_last(layers, each) for each in OTHERWISE):
+        given |= STEPS
     given |= {"hf_checkpoint": name} if given else {}
     given |= SUPERVISED if _last(layers, "loss_type") == "sft_loss" else {}
     given |= HALF if _last(layers, "debug_rollout_only") or _last(layers, "load_debug_rollout_data") else {}

@@ -43,6 +43,10 @@ HALF: dict[str, Any] = {"eval_interval": 0}
 model does not change, or there is no engine."""
 
 TUNED_TO = "search"
+STEPS = {"num_steps_per_rollout": 4}
+"""What it has for ``TUNED_TO`` beside the above, where none of :data:`OTHERWISE` is given: it learns in a third of the
+rollouts that one step for each takes."""
+OTHERWISE = ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "advantage_estimator", "loss_type")
 BEYOND = {"rollout_max_response_len": 128, "rollout_max_context_len": 1920, "max_turns": 8}
 """What the preset of the embedded model has in place of the above in environments other than ``TUNED_TO``: of their
 prompts and tool results 512 tokens do not hold an episode. The model has 2,048 positions."""

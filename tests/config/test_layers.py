@@ -67,6 +67,21 @@ def test_an_episode_fits_the_positions_of_the_model_without_being_told(tmp_path,
     assert (given.rollout_max_context_len, given.rollout_max_response_len) == (context, 99)
 
 
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        (("--env", "search"), 4),
+        (("--env", "search", "--num-steps-per-rollout", "2"), 2),
+        (("--env", "search", "--rollout-batch-size", "3"), 1),
+        (("--env", "search", "--global-batch-size", "64"), 2),
+        (("--env", "search", "--advantage-estimator", "rloo"), 1),
+        (("--env", "calculator", "--rollout-max-context-len", "1000"), 1),
+    ],
+)
+def test_the_demo_takes_several_steps_where_batch_and_algorithm_are_its_own(demo_model, flags, steps):
+    assert load_config(flags).num_steps_per_rollout == steps
+
+
 def test_the_embedded_model_travels_by_name(demo_model):
     cfg = load_config(["--env", "search", "--use-kl-loss"])
     saved = cfg.to_dict()
@@ -119,7 +134,7 @@ def test_the_demo_preset_runs_with_the_shipped_model():
     if not (demo_folder() / "config.json").is_file():
         pytest.skip("the embedded model is not built in this checkout")
     cfg = load_config(["--env", "search"])
-    assert cfg.global_batch_size == cfg.rollout_batch_size * cfg.n_samples_per_prompt
+    assert cfg.global_batch_size * 4 == cfg.rollout_batch_size * cfg.n_samples_per_prompt
 
 
 def test_documentation_is_current():
