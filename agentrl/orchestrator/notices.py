@@ -54,7 +54,7 @@ def steps_left_out(metrics: Mapping[str, float]) -> str | None:
     """That optimizer steps were left out, and why; None where none was."""
     reasons = {
         "skipped": "a gradient was not finite (--max-skipped-steps)",
-        "empty": "every gradient was 0, so weights and optimizer stay as they are",
+        "empty": "every gradient was 0 (the episodes of each task went alike), so weights stay as they are",
     }
     said = []
     for reason, text in reasons.items():
