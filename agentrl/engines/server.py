@@ -41,7 +41,7 @@ from typing import Any
 
 from agentrl.engines import cpu_backend
 from agentrl.processes.ahead import Arguments
-from agentrl.processes.imports import compiler_left_out
+from agentrl.processes.imports import compiler_left_out, kernels_unread
 from agentrl.processes.server import die_with_owner, take_api_key
 from agentrl.processes.warden import SCRATCH_ENV
 
@@ -263,7 +263,7 @@ def import_sglang(model_path: str) -> None:
     """Import what the server's processes use, before they are forked: it takes longer than all the rest of a start."""
     gc.disable()  # five thousand modules are imported: collecting in between takes a second
     leave_out_megatron()
-    with compiler_left_out():
+    with compiler_left_out(), kernels_unread():
         import_only_served_model(model_path)
         for module in ("sglang.launch_server", "sglang.srt.entrypoints.http_server"):
             importlib.import_module(module)

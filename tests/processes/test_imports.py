@@ -69,7 +69,7 @@ assert "torch._dynamo" in sys.modules
 
 
 @pytest.mark.slow
-def test_an_engine_imports_no_compiler():
+def test_an_engine_imports_no_compiler_and_reads_no_kernels():
     script = """
 import sys
 from agentrl.config.presets import demo_folder
@@ -77,5 +77,11 @@ from agentrl.engines.server import import_sglang
 import_sglang(str(demo_folder()))
 assert "sglang.srt.entrypoints.http_server" in sys.modules
 assert not {"torch._dynamo", "megatron.core"} & set(sys.modules)
+import inspect, triton
+from triton.runtime import jit
+modules = [vars(module) for name, module in sys.modules.items() if name.startswith("sglang.")]
+kernels = [value for names in modules for value in list(names.values()) if isinstance(value, jit.JITFunction)]
+assert kernels and not [kernel for kernel in kernels if len(kernel.raw_src) > 1]
+assert jit.inspect is inspect
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=200)
