@@ -34,7 +34,7 @@ class ChaosOptions:
     seed: Count = 0
     """Seed of the faults and of the trainings."""
     kills: Positive | None = None
-    """Faults at most."""
+    """No more faults after so many kills."""
     output_dir: PathText = "chaos"
     """New folder for the runs, what each of them said, and the faults (`faults.jsonl`)."""
 

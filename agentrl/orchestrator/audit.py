@@ -6,6 +6,7 @@ different times; here they must agree.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections import Counter, defaultdict
@@ -171,6 +172,11 @@ def left_behind(temporary: Path, shared_before: Iterable[Path], shared: Path = P
 
 
 def _is_in_use(path: Path) -> bool:
-    """Whether a folder of published weights is that of a driver that lives: of another run on this machine."""
-    driver = re.match(r"agentrl-weights-(\d+)-", path.name)
-    return driver is not None and Path(f"/proc/{driver[1]}").exists()
+    """Whether it is of another run on this machine: weights of a driver that lives, or memory that a process has."""
+    if driver := re.match(r"agentrl-weights-(\d+)-", path.name):
+        return Path(f"/proc/{driver[1]}").exists()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it ended, or is another user's
+            if f"{path}\n" in maps.read_text():
+                return True
+    return False

@@ -1,7 +1,8 @@
 """Trainings of the embedded model under a schedule of kills, hangs and delays of random processes, each audited.
 
-The schedule follows from a seed; which process a fault meets, from the seed and from what runs at that moment. Faults
-wait for a training step after the one before, so that the run comes to its end; some do not, and meet a start.
+The schedule follows from a seed; which process a fault meets, from the seed and from what runs at that moment. A fault
+waits for a training step after the one before, so that the run comes to its end. A share does not: it meets a start,
+or a part that is just being replaced.
 """
 
 from __future__ import annotations
@@ -25,21 +26,26 @@ import psutil
 
 from agentrl.data.files import read_jsonl, to_json
 from agentrl.orchestrator.audit import audit, left_behind
+from agentrl.processes.server import free_port
 from agentrl.processes.supervisor import end_leftovers
-from agentrl.processes.tree import Process, adopt_orphans, descendants, is_running
+from agentrl.processes.tree import Process, adopt_orphans, descendants, die_with_parent, is_running
 
-KINDS = {"kill": 4, "hang": 1, "delay": 1}
+KINDS = {"kill": 8, "hang": 1, "delay": 1}
 """What happens to a process, and how often: SIGKILL; SIGSTOP, and SIGKILL should nobody have ended it; SIGSTOP, and
 SIGCONT soon."""
-HANG_S, DELAY_S, PAUSE_S = (45.0, 60.0), (0.5, 5.0), (0.0, 8.0)
-HASTY = 0.15
-"""Share of faults that do not wait for a step after the one before."""
+HANG_S, DELAY_S, PAUSE_S, START_S = (45.0, 60.0), (0.5, 5.0), 5.0, 40.0
+"""Seconds of a hang and of a delay; longest pause before a fault; within which one meets a start."""
+FATAL = ("GCS", "raylet", "rank", "manager", "driver")
+"""Roles without which a run ends and is started again. What has another role is replaced while the run goes on."""
+HASTY = {"a start": 0.25, "a replacement": 0.5}
+"""Share of faults that do not wait for a step after the one before, by what that one brought about."""
 POLL_S = 0.2
 LEAVING_S = 20.0
 ROUND_S = 1800.0
 """Longest time of a training after its last fault."""
 LEAST_SUCCESS = 0.9
 """Held-out success that the demo reaches without faults: 99 % or more with each of three seeds."""
+RETRIEVER = "retriever"
 ROLES = {
     "gcs_server": "GCS",
     "raylet": "raylet",
@@ -52,12 +58,13 @@ ROLES = {
     "sglang::detokenizer": "detokenizer",
     "agentrl.engines.server": "server",
     "agentrl.processes.warden": "warden",
+    "agentrl.cli.main serve-retriever": RETRIEVER,
     "agentrl.cli.main": "driver",
 }
-"""Processes of a run by what their command line holds."""
+"""Processes of a run, and its retrieval server, by what their command line holds."""
 FLAGS = (
     *("--env", "search", "--save-interval", "1", "--eval-interval", "9", "--no-eval-before-train", "--no-tensorboard"),
-    *("--auto-resume", "--auto-resume-max", "10"),
+    *("--auto-resume", "--auto-resume-max", "10", "--rollout-num-workers", "2"),
     # Hangs are to be noticed within the minute.
     *("--rollout-health-check-interval", "3", "--rollout-health-check-timeout", "8", "--train-stall-timeout", "30"),
 )
@@ -68,15 +75,15 @@ class Fault:
     """What happens next, and when.
 
     Attributes:
-        pause: seconds before it, after the step that it waits for.
-        hasty: it waits for no step.
+        pause: from 0 to 1, the share of the longest pause before it, after the step that it waits for.
+        hasty: from 0 to 1, in which share of faults it is: those that wait for no step come first.
         role, process: from 0 to 1, which of the roles that run, and which process of that role.
         seconds: for which a stopped process stands still.
     """
 
     kind: str
     pause: float
-    hasty: bool
+    hasty: float
     role: float
     process: float
     seconds: float
@@ -89,8 +96,8 @@ def schedule(seed: int) -> Iterator[Fault]:
         (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
         yield Fault(
             kind=kind,
-            pause=rng.uniform(*PAUSE_S),
-            hasty=rng.random() < HASTY,
+            pause=rng.random(),
+            hasty=rng.random(),
             role=rng.random(),
             process=rng.random(),
             seconds=rng.uniform(*(HANG_S if kind == "hang" else DELAY_S)),
@@ -112,10 +119,12 @@ def victim(fault: Fault, processes: Sequence[tuple[str, Process]]) -> tuple[str,
     return role, of_role[int(fault.process * len(of_role))]
 
 
-def processes_of(supervisor: int) -> list[tuple[str, Process]]:
-    """The processes of a run with their roles; its supervisor is none of them."""
+def processes_of(parent: int, *, but: int | None = None) -> list[tuple[str, Process]]:
+    """The processes with a role that descend from one, but for that one and another."""
     found = []
-    for proc in descendants(supervisor, include_root=False):
+    for proc in descendants(parent, include_root=False):
+        if proc.pid == but:
+            continue
         with contextlib.suppress(psutil.Error, OSError):
             line = Path(f"/proc/{proc.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             if is_running(proc) and (role := role_of(line)):
@@ -127,7 +136,7 @@ class Injector:
     """Does to the processes of a run what the schedule says.
 
     Args:
-        supervisor: process id of ``agentrl train --auto-resume``.
+        processes: those that run, with their roles.
         last_step: when (``time.time()``) the run logged its last step; 0 before the first.
         faults: what is to happen.
         note: told of each fault that happened.
@@ -135,15 +144,15 @@ class Injector:
 
     def __init__(
         self,
-        supervisor: int,
+        processes: Callable[[], Sequence[tuple[str, Process]]],
         last_step: Callable[[], float],
         faults: Iterator[Fault],
         note: Callable[[Fault, str, int], None],
     ):
-        self._supervisor, self._last_step, self._faults, self._note = supervisor, last_step, faults, note
+        self._processes, self._last_step, self._faults, self._note = processes, last_step, faults, note
         self._next: Fault | None = None
         self._ready: float | None = None
-        self._at = 0.0
+        self._at, self._met = 0.0, ""
         self._stopped: list[tuple[float, Process, Fault]] = []
 
     def turn(self) -> None:
@@ -154,11 +163,13 @@ class Injector:
         fault, now = self._next, time.time()
         if fault is None or any(f.kind == "hang" for _, _, f in self._stopped):
             return
-        if self._ready is None and self._last_step() > (0.0 if fault.hasty else self._at):
-            self._ready = now + fault.pause
+        starts = self._met in FATAL
+        hasty = fault.hasty < HASTY["a start" if starts else "a replacement"] and self._met != ""
+        if self._ready is None and (hasty or self._last_step() > self._at):
+            self._ready = now + fault.pause * (START_S if hasty and starts else PAUSE_S)
         if self._ready is None or now < self._ready:
             return
-        met = victim(fault, processes_of(self._supervisor))
+        met = victim(fault, self._processes())
         if met is None:
             return
         with contextlib.suppress(psutil.NoSuchProcess):  # it just ended
@@ -166,7 +177,7 @@ class Injector:
             if fault.kind != "kill":
                 self._stopped.append((now + fault.seconds, met[1], fault))
             self._note(fault, met[0], met[1].pid)
-            self._next, self._at = None, now
+            self._next, self._at, self._met = None, now, met[0]
 
     def _resume(self) -> None:
         for entry in list(self._stopped):
@@ -175,6 +186,33 @@ class Injector:
                 self._stopped.remove(entry)
                 with contextlib.suppress(psutil.NoSuchProcess):
                     proc.send_signal(signal.SIGCONT if fault.kind == "delay" else signal.SIGKILL)
+
+
+class RetrieverServer:
+    """The retrieval server that the trainings search in. Started again whenever it ended, as an init would.
+
+    Args:
+        log: what it says goes there.
+    """
+
+    def __init__(self, log: Path):
+        self._log, self.port = log, free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def turn(self) -> None:
+        """Look once whether it runs."""
+        if self._process is None or self._process.poll() is not None:
+            command = [sys.executable, "-m", "agentrl.cli.main", "serve-retriever", "--port", str(self.port)]
+            with self._log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die_with_parent
+                )
+
+    def close(self) -> None:
+        """End it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(LEAVING_S)
 
 
 @dataclass(frozen=True)
@@ -194,7 +232,7 @@ def chaos(folder: Path, *, minutes: float, seed: int, kills: int | None, say: Ca
 
     Args:
         folder: for the runs, what each said, and ``faults.jsonl``.
-        kills: faults at most.
+        kills: no more faults after so many kills; None: as many as there is time for.
         say: where a line for a person goes.
     """
     adopt_orphans()
@@ -202,8 +240,12 @@ def chaos(folder: Path, *, minutes: float, seed: int, kills: int | None, say: Ca
     ends = time.monotonic() + 60 * minutes
     happened: list[str] = []
     whole = Verdict([], 0, 0, 0, [])
+
+    def is_over() -> bool:
+        return time.monotonic() >= ends or (kills is not None and kills_in(happened) >= kills)
+
     for number in range(1_000_000):
-        if number and (time.monotonic() >= ends or (kills is not None and len(happened) >= kills)):
+        if number and is_over():
             break
         run = folder / f"run-{number}"
 
@@ -216,7 +258,7 @@ def chaos(folder: Path, *, minutes: float, seed: int, kills: int | None, say: Ca
 
         def faults(number: int = number) -> Iterator[Fault]:
             for fault in schedule(seed + number):
-                if time.monotonic() >= ends or (kills is not None and len(happened) >= kills):
+                if is_over():
                     return
                 yield fault
 
@@ -242,22 +284,30 @@ def training(
     shared = list(Path("/dev/shm").glob("*"))
     # Short, because Unix sockets lie in it; its own, so that whatever stays in it is this run's.
     temporary = Path(tempfile.mkdtemp(prefix="c-"))
-    command = [sys.executable, "-m", "agentrl.cli.main", "train", *FLAGS, "--seed", str(seed), "--output-dir", str(run)]
+    retriever = RetrieverServer(run.with_suffix(".retriever.txt"))
+    command = [
+        *(sys.executable, "-m", "agentrl.cli.main", "train", *FLAGS, "--seed", str(seed), "--output-dir", str(run)),
+        *("--env-arg", f"retriever=http://127.0.0.1:{retriever.port}"),
+    ]
     try:
         with run.with_suffix(".txt").open("wb") as output:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 env={**os.environ, "TMPDIR": str(temporary)},
             )  # fmt: skip
-            injector = Injector(process.pid, lambda: last_step(run)[1], faults, note)
+            injector = Injector(
+                lambda: processes_of(os.getpid(), but=process.pid), lambda: last_step(run)[1], faults, note
+            )
             try:
                 while process.poll() is None and time.monotonic() < ends:
+                    retriever.turn()
                     injector.turn()
                     time.sleep(POLL_S)
             finally:
                 ended = process.poll()
                 if ended is None:
                     process.send_signal(signal.SIGTERM)
+                retriever.close()
                 orphans = end_leftovers(LEAVING_S)
         problems = [] if ended == 0 else [f"it ended with exit code {ended}" if ended else "it did not come to its end"]
         problems += [f"process {proc.pid} outlived the run" for proc in orphans]
@@ -282,13 +332,18 @@ def steps_of(run: Path) -> int:
     return last_step(run)[0]
 
 
+def kills_in(faults: Sequence[str]) -> int:
+    """How many of these faults are kills."""
+    return sum(fault.startswith("kill ") for fault in faults)
+
+
 def report(verdict: Verdict) -> str:
     """The closing words."""
     counted = Counter(verdict.faults)
     return "\n".join(
         [
-            f"{len(verdict.faults)} faults in {verdict.trainings} trainings of {verdict.steps} steps, "
-            f"{verdict.restarts} restarts:",
+            f"{len(verdict.faults)} faults, {kills_in(verdict.faults)} of them kills, in {verdict.trainings} trainings "
+            f"of {verdict.steps} steps, {verdict.restarts} restarts:",
             *(f"  {times:>3} {what}" for what, times in sorted(counted.items())),
             *(f"wrong: {problem}" for problem in verdict.problems),
             "nothing was lost, trained twice or left over" if not verdict.problems else "the audit found faults",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import mmap
 import os
 import re
 import shutil
@@ -195,8 +196,13 @@ def test_files_left_behind(tmp_path: Path) -> None:
     (shared / "sem.x").touch()
     (shared / f"agentrl-weights-{os.getpid()}-x").mkdir()  # of another run, which goes on
     (shared / "agentrl-weights-999999999-x").mkdir()
+    (shared / "torch_y").write_bytes(bytes(4096))
+    with (shared / "torch_y").open("r+b") as file:
+        held = mmap.mmap(file.fileno(), 4096)  # of another run, too
     assert left_behind(temporary, before, shared) == [
         f"left over: {temporary / 'agentrl-run-x'}",
         f"left over: {shared / 'agentrl-weights-999999999-x'}",
         f"left over: {shared / 'sem.x'}",
     ]
+    held.close()
+    assert f"left over: {shared / 'torch_y'}" in left_behind(temporary, before, shared)

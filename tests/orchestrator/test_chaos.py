@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
 from agentrl.orchestrator import chaos
 from agentrl.orchestrator.chaos import Fault, Injector, Verdict, report, role_of, schedule, victim
+from agentrl.processes.tree import descendants, is_running
 
 
-def fault(kind: str = "kill", *, pause: float = 0.0, hasty: bool = False, seconds: float = 0.0) -> Fault:
+def fault(kind: str = "kill", *, pause: float = 0.0, hasty: float = 1.0, seconds: float = 0.0) -> Fault:
     return Fault(kind, pause, hasty, role=0.0, process=0.0, seconds=seconds)
 
 
@@ -26,8 +28,7 @@ def test_the_schedule_follows_from_its_seed() -> None:
     first, again, other = (list(itertools.islice(schedule(seed), 200)) for seed in (1, 1, 2))
     assert first == again != other
     kinds = Counter(each.kind for each in first)
-    assert kinds["kill"] > kinds["hang"] > 10 and kinds["delay"] > 10
-    assert 10 < sum(each.hasty for each in first) < 60
+    assert kinds["kill"] > 120 and kinds["hang"] > 10 and kinds["delay"] > 10
     assert all(45 <= each.seconds <= 60 for each in first if each.kind == "hang")
 
 
@@ -43,6 +44,7 @@ def test_each_role_that_runs_is_as_likely_as_any_other() -> None:
     ("command", "role"),
     [
         ("python -m agentrl.cli.main train --env search", "driver"),
+        ("python -m agentrl.cli.main serve-retriever --port 8000", "retriever"),
         ("ray::TrainActor.update", "rank"),
         ("ray::RolloutManager", "manager"),
         ("/x/ray/core/src/ray/gcs/gcs_server --log_dir=/tmp", "GCS"),
@@ -57,14 +59,17 @@ def test_roles(command: str, role: str | None) -> None:
 
 
 class Run:
-    """A "supervisor" with one child that bears the mark of a rank, and what the injector did to it."""
+    """A "supervisor" with one child that bears the mark of a role, of two such in a row, and what the injector did."""
 
-    def __init__(self, *faults: Fault):
-        child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()', 'ray::TrainActor'])"
+    def __init__(self, *faults: Fault, mark: str = "ray::TrainActor"):
+        child = f"import subprocess, sys\nfor _ in 'ab': subprocess.run([sys.executable, '-c', 'input()', '{mark}'])"
         self.process = subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE)
         self.step, self.done = 0.0, list[str]()
         self.injector = Injector(
-            self.process.pid, lambda: self.step, iter(faults), lambda f, role, pid: self.done.append(f"{f.kind} {role}")
+            lambda: chaos.processes_of(self.process.pid),
+            lambda: self.step,
+            iter(faults),
+            lambda f, role, pid: self.done.append(f"{f.kind} {role}"),
         )
         until(lambda: bool(chaos.processes_of(self.process.pid)))
         ((_, self.rank),) = chaos.processes_of(self.process.pid)
@@ -73,9 +78,9 @@ class Run:
         until(lambda: bool(self.injector.turn() or condition()))
 
     def end(self) -> None:
-        for pid in (self.rank.pid, self.process.pid):
-            if psutil.pid_exists(pid):
-                os.kill(pid, signal.SIGKILL)
+        for each in descendants(self.process.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
         self.process.wait()
 
 
@@ -95,14 +100,26 @@ def until(condition) -> None:
 
 
 def test_a_kill_waits_for_a_step_and_its_pause(run: list[Run]) -> None:
-    run.append(made := Run(fault(pause=0.2)))
+    run.append(made := Run(fault(pause=0.2 / chaos.PAUSE_S)))
     for _ in range(20):
         made.injector.turn()
     assert made.done == [] and made.rank.is_running()
     made.step = began = time.time()
     made.turn_until(lambda: made.done)
     assert time.time() - began >= 0.2 and made.done == ["kill rank"]
-    until(lambda: not chaos.is_running(made.rank))
+    until(lambda: not is_running(made.rank))
+
+
+@pytest.mark.parametrize(
+    ("mark", "role", "hasty"), [("ray::TrainActor", "rank", 0.2), ("sglang::scheduler", "scheduler", 0.4)]
+)
+def test_a_hasty_kill_waits_for_no_step(run: list[Run], mark: str, role: str, hasty: float) -> None:
+    run.append(made := Run(fault(), fault(hasty=hasty), fault(hasty=0.9), mark=mark))
+    made.step = time.time()
+    made.turn_until(lambda: len(made.done) == 2)
+    for _ in range(20):
+        made.injector.turn()
+    assert made.done == [f"kill {role}"] * 2, "the third waits for a step"
 
 
 def test_a_delayed_process_goes_on(run: list[Run]) -> None:
@@ -110,19 +127,36 @@ def test_a_delayed_process_goes_on(run: list[Run]) -> None:
     made.step = time.time()
     made.turn_until(lambda: made.rank.status() == psutil.STATUS_STOPPED)
     made.turn_until(lambda: made.rank.status() != psutil.STATUS_STOPPED)
-    assert chaos.is_running(made.rank)
+    assert is_running(made.rank)
 
 
 def test_a_hung_process_is_killed_should_nobody_do_so_and_nothing_else_happens_meanwhile(run: list[Run]) -> None:
-    run.append(made := Run(fault("hang", seconds=0.3), fault(hasty=True)))
+    run.append(made := Run(fault("hang", seconds=0.3), fault(hasty=0.0)))
     made.step = time.time()
     made.turn_until(lambda: made.rank.status() == psutil.STATUS_STOPPED)
-    made.turn_until(lambda: not chaos.is_running(made.rank))
-    assert made.done == ["hang rank"]
+    while is_running(made.rank):
+        assert made.done == ["hang rank"]
+        made.injector.turn()
 
 
 def test_the_report_counts() -> None:
     said = report(Verdict(["kill rank", "kill rank", "hang GCS"], 2, 1, 9, []))
-    assert said.startswith("3 faults in 1 trainings of 9 steps, 2 restarts")
+    assert said.startswith("3 faults, 2 of them kills, in 1 trainings of 9 steps, 2 restarts")
     assert "    2 kill rank\n" in said and said.endswith("nothing was lost, trained twice or left over")
     assert report(Verdict([], 0, 1, 9, ["run-0: x"])).endswith("wrong: run-0: x\nthe audit found faults")
+
+
+def test_a_retriever_that_was_killed_is_started_again(tmp_path: Path) -> None:
+    retriever = chaos.RetrieverServer(tmp_path / "retriever.txt")
+    try:
+        retriever.turn()
+        ((role, first),) = chaos.processes_of(os.getpid())
+        assert role == "retriever" and chaos.processes_of(os.getpid(), but=first.pid) == []
+        first.kill()
+        until(lambda: not is_running(first))
+        retriever.turn()
+        ((_, second),) = chaos.processes_of(os.getpid())
+        assert second.pid != first.pid
+    finally:
+        retriever.close()
+    assert chaos.processes_of(os.getpid()) == []
