@@ -418,18 +418,9 @@ async def _run(
                 if not cfg.trains:
                     await rollout_loop(cfg, rollout=rollout, run=run, progress=progress)
                     return
-                try:
-                    await training_loop(
-                        cfg, start=start, trainer=trainer, rollout=rollout, checkpoints=checkpoints, run=run,
-                        progress=progress, world=cluster.world,
-                    )  # fmt: skip
-                except asyncio.CancelledError:
-                    if not watch.has_lost and cfg.save_interval:
-                        await save_before_leaving(
-                            trainer=trainer, rollout=rollout, checkpoints=checkpoints, progress=progress,
-                            seconds=LAST_SAVE_S,
-                        )  # fmt: skip
-                    raise
+                ends = {"trainer": trainer, "rollout": rollout, "checkpoints": checkpoints, "progress": progress}
+                async with save_before_leaving(cfg, watch, **ends, seconds=LAST_SAVE_S):
+                    await training_loop(cfg, start=start, run=run, world=cluster.world, **ends)
                 if cfg.save_hf:
                     progress.stage("exporting the model")
                     await trainer.save_hf(Path(cfg.save_hf))
@@ -471,7 +462,9 @@ async def _run_without_engines(
                 start = await load(source, trainer, data, progress)
                 settle(run, checkpoints, start, progress)
                 settled()
-                await loop(cfg, start=start, trainer=trainer, checkpoints=checkpoints, run=run, progress=progress)
+                ends = {"trainer": trainer, "rollout": data, "checkpoints": checkpoints, "progress": progress}
+                async with save_before_leaving(cfg, watch, **ends, seconds=LAST_SAVE_S):
+                    await loop(cfg, start=start, run=run, **ends)
                 if cfg.save_hf:
                     progress.stage("exporting the model")
                     await trainer.save_hf(Path(cfg.save_hf))
@@ -488,12 +481,11 @@ async def _stored(
 ) -> tuple[SupervisedData | StoredRollouts, Callable[..., Coroutine[Any, Any, None]]]:
     """What is trained on where nothing is played, and the loop over it."""
     if not cfg.is_supervised:
-        stored = StoredRollouts(cfg, run.store)
-        return stored, partial(training_loop, rollout=stored, world=world)
+        return StoredRollouts(cfg, run.store), partial(training_loop, world=world)
     data, held_out = await asyncio.gather(
         asyncio.to_thread(SupervisedData.of, cfg), asyncio.to_thread(HeldOut.of, cfg)
     )
-    return data, partial(supervised_loop, data=data, held_out=held_out)
+    return data, partial(supervised_loop, held_out=held_out)
 
 
 async def start_engines(rollout: RolloutHandle, *, again: bool) -> list[str]:

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from agentrl.data.checkpoint import CheckpointStore
     from agentrl.data.run_folder import RunDir
     from agentrl.orchestrator.handles import RolloutHandle, TrainerHandle
+    from agentrl.orchestrator.supervised import SupervisedData
+    from agentrl.orchestrator.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -167,19 +170,30 @@ class Beside:
             self._work = None
 
 
+@contextlib.asynccontextmanager
 async def save_before_leaving(
-    *, trainer: TrainerHandle, rollout: RolloutHandle, checkpoints: CheckpointStore, progress: Progress, seconds: float
-) -> None:
-    """A run that was asked to end saves what it learned since its newest checkpoint, unless it is training just then.
-    In so many seconds, or not at all."""
-    if checkpoints.unsaved is None:
-        return
-    progress.stage("saving a checkpoint")
+    cfg: Config,
+    watch: Watch,
+    *,
+    trainer: TrainerHandle,
+    rollout: RolloutHandle | SupervisedData,
+    checkpoints: CheckpointStore,
+    progress: Progress,
+    seconds: float,
+) -> AsyncIterator[None]:
+    """A run that is asked to end within saves what it learned since its newest checkpoint, unless it is training just
+    then or has lost a process. In so many seconds, or not at all."""
     try:
-        async with asyncio.timeout(seconds):
-            await checkpoints.save(checkpoints.unsaved, trainer=trainer, rollout=rollout)
-    except (AgentRLError, TimeoutError) as error:
-        log.error("the checkpoint before leaving is left out: %s", error)
+        yield
+    except asyncio.CancelledError:
+        if cfg.save_interval and checkpoints.unsaved is not None and not watch.has_lost:
+            progress.stage("saving a checkpoint")
+            try:
+                async with asyncio.timeout(seconds):
+                    await checkpoints.save(checkpoints.unsaved, trainer=trainer, rollout=rollout)
+            except (AgentRLError, TimeoutError) as error:
+                log.error("the checkpoint before leaving is left out: %s", error)
+        raise
 
 
 async def saved(checkpoints: CheckpointStore, progress: Progress) -> None:

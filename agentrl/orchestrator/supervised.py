@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import logging
 import math
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -147,6 +148,7 @@ class SupervisedData:
         self._source = TaskSource("sft", len(ids), seed=seed, id_of_task=lambda split, index: ids[index])
         self.account = TaskAccount(self._source)
         self._digest = hashlib.sha256("\n".join(ids).encode()).hexdigest()
+        self._drawing = threading.Lock()  # a run that is asked to end saves, and a batch may be on its way
         self._in_training: list[str] = []
         self._too_long: set[str] = set()
 
@@ -161,26 +163,27 @@ class SupervisedData:
         Raises:
             DataError: one cannot be made into tokens, or all of an epoch are too long.
         """
-        groups, passed, named = list[Group](), 0, list[str]()
-        while len(groups) < self.size:
-            for pending in self.account.get_samples(self.size - len(groups)):
-                segments = self.examples.segments(pending.task.options["index"])
-                if max(map(len, segments), default=0) <= self.longest:
-                    groups.append(learned(pending.group_id, pending.task, segments))
-                    continue
-                self.account.drop([pending.group_id])
-                passed += 1
-                if pending.task.task_id not in self._too_long:
-                    self._too_long.add(pending.task.task_id)
-                    named.append(pending.task.task_id)
-                if not groups and passed >= len(self.examples.ids):
-                    raise DataError(
-                        f"all {len(self.examples.ids)} examples are longer than --rollout-max-context-len "
-                        f"{self.longest}, the last of {max(map(len, segments))} tokens. Raise the limit."
-                    )
-        self.account.add_samples(groups)
-        self._in_training = [group.group_id for group in groups]
-        return batch_of(groups), too_long(named, self.longest)
+        with self._drawing:
+            groups, passed, named = list[Group](), 0, list[str]()
+            while len(groups) < self.size:
+                for pending in self.account.get_samples(self.size - len(groups)):
+                    segments = self.examples.segments(pending.task.options["index"])
+                    if max(map(len, segments), default=0) <= self.longest:
+                        groups.append(learned(pending.group_id, pending.task, segments))
+                        continue
+                    self.account.drop([pending.group_id])
+                    passed += 1
+                    if pending.task.task_id not in self._too_long:
+                        self._too_long.add(pending.task.task_id)
+                        named.append(pending.task.task_id)
+                    if not groups and passed >= len(self.examples.ids):
+                        raise DataError(
+                            f"all {len(self.examples.ids)} examples are longer than --rollout-max-context-len "
+                            f"{self.longest}, the last of {max(map(len, segments))} tokens. Raise the limit."
+                        )
+            self.account.add_samples(groups)
+            self._in_training = [group.group_id for group in groups]
+            return batch_of(groups), too_long(named, self.longest)
 
     def mark_trained(self) -> dict[str, float]:
         """The optimizer has taken the last batch; metrics of the account."""
@@ -191,7 +194,8 @@ class SupervisedData:
 
     async def state(self, folder: Path) -> dict[str, Any]:
         """JSON-ready state for a checkpoint."""
-        return {"buffer": self.account.state_dict(), "data": self._digest}
+        with self._drawing:
+            return {"buffer": self.account.state_dict(), "data": self._digest}
 
     async def load_state(self, state: dict[str, Any], folder: Path) -> None:
         """Go on from a checkpoint's state. Raises DataError where other examples were learned."""
@@ -259,7 +263,7 @@ async def supervised_loop(
     *,
     start: int,
     trainer: TrainerHandle,
-    data: SupervisedData,
+    rollout: SupervisedData,
     held_out: HeldOut | None,
     checkpoints: CheckpointStore,
     run: RunDir,
@@ -288,19 +292,21 @@ async def supervised_loop(
         began = time.monotonic()
         checkpoints.check()
         progress.stage("training")
-        batch, left_out = await asyncio.to_thread(data.next_batch)
+        batch, left_out = await asyncio.to_thread(rollout.next_batch)
         made = time.monotonic()
+        checkpoints.unsaved = None
         trained, _ = await trainer.update([ray.put(batch)], algorithm.prepare(batch))
         version = step + 1
-        metrics = trained | data.mark_trained() | {"time/data": made - began, "time/step": time.monotonic() - began}
+        metrics = trained | rollout.mark_trained() | {"time/data": made - began, "time/step": time.monotonic() - began}
         report(version, metrics, run=run, progress=progress)
+        checkpoints.unsaved = version
         progress.warn(left_out)
         progress.warn(lasting.say("gradients", steps_left_out(trained)))
         if due(version, cfg.eval_interval, cfg.num_rollout):
             await evaluate(version)
         if due(version, cfg.save_interval, cfg.num_rollout):
             progress.stage("saving a checkpoint")
-            await checkpoints.save(version, trainer=trainer, rollout=data)
+            await checkpoints.save(version, trainer=trainer, rollout=rollout)
     await saved(checkpoints, progress)
 
 

@@ -31,6 +31,8 @@ ATTEMPT_ENV = "AGENTRL_ATTEMPT"
 CRASHES = (signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
 """Signals by which a process ends through no wish of a person: the OOM killer's, and those of crashes."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
+ENDING_S = 1500.0
+"""How long the child may take to end after a signal: one that saves gives up twice, after 600 s each."""
 LEAVING_S = 20.0
 """How long what a dead attempt left behind may take to end by itself: its warden needs up to 15 s."""
 
@@ -176,7 +178,8 @@ def end_leftovers(seconds: float) -> list[Process]:
 
 
 class _Signals:
-    """Ctrl-C, SIGTERM and SIGHUP: passed on to the child, and the end of waiting. Ctrl-Z stops and goes on with it."""
+    """Ctrl-C, SIGTERM and SIGHUP: passed on to the child, which then has :data:`ENDING_S`, and the end of waiting.
+    Ctrl-Z stops and goes on with it."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
@@ -199,7 +202,7 @@ class _Signals:
         """Within, signals go to ``child``; also one that came just before."""
         self._child = child
         for number in self.asked:
-            child.send_signal(number)
+            self._send(number)
         try:
             yield
         finally:
@@ -215,7 +218,14 @@ class _Signals:
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.asked.append(number)
         if self._child is not None:
-            self._child.send_signal(number)
+            self._send(number)
+
+    def _send(self, number: int) -> None:
+        assert self._child is not None
+        self._child.send_signal(number)
+        limit = threading.Timer(ENDING_S, self._child.kill)
+        limit.daemon = True
+        limit.start()
 
     def _suspend(self, number: int, frame: FrameType | None) -> None:
         if self._child is not None:

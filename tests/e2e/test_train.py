@@ -116,21 +116,40 @@ def test_a_run_whose_rank_is_killed_goes_on_by_itself(start, tmp_path):
 
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.heavy)]
-)
-def test_interrupted_run_ends_clean_and_says_how_to_go_on(start, tmp_path, number, code):
+def test_interrupted_run_ends_clean_and_says_how_to_go_on(start, tmp_path):
     run = tmp_path / "run"
     command = start(
         "train", "--env", "search", *SMALL, "--num-rollout", "500", "--save-interval", "1", "--eval-interval", "0",
         "--output-dir", str(run),
     )  # fmt: skip
     command.wait_until(lambda: (run / "checkpoints" / "step_000001").is_dir())
-    command.signal(number)
-    assert command.wait(60) == code, command.text[-3000:]
+    command.signal(signal.SIGINT)
+    assert command.wait(60) == 130, command.text[-3000:]
     assert "agentrl train --load" in command.text
     assert "Traceback" not in command.text
     assert command.left_behind() == []
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("supervised", [[], ["--auto-resume"]], ids=["alone", "supervised"])
+def test_what_is_saved_on_sigterm_is_gone_on_from(start, tmp_path, supervised):
+    run = tmp_path / "run"
+    command = start(
+        "train", "--env", "search", *SMALL, "--num-rollout", "500", "--save-interval", "500", "--eval-interval", "0",
+        *supervised, "--output-dir", str(run),
+    )  # fmt: skip
+    log = run / "logs" / "driver.log"
+    command.wait_until(lambda: log.is_file() and "version 1 of the weights" in log.read_text())  # a rollout begins
+    command.signal(signal.SIGTERM)
+    assert command.wait(60) == 143, command.text[-3000:]
+    assert "saved up to step" in command.text and "Traceback" not in command.text
+    assert command.left_behind() == []
+    (saved,) = [int(path.name.removeprefix("step_")) for path in (run / "checkpoints").glob("step_*")]
+    assert saved >= 1
+    again = start("train", "--load", str(run), "--num-rollout", str(saved + 2), "--no-auto-resume")
+    assert again.wait() == 0, again.text[-3000:]
+    assert audit(run) == []
+    assert max(m["train/logprob_abs_diff_mean"] for m in metrics(run)) < 1e-5
 
 
 @pytest.mark.heavy

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from agentrl.orchestrator import launch as driver
 from agentrl.orchestrator.cluster import bundles_of
 from agentrl.orchestrator.dry_run import dry_run
 from agentrl.orchestrator.supervised import HELD_OUT, HeldOut, StoredTrajectories, SupervisedData, WrittenChats
+from agentrl.processes.signals import Terminated
 from agentrl.trainer.ranks import TrainActor
 from agentrl.types import Segment, StopReason, Task, Trajectory
 from tests.orchestrator.scripted import leave_out_processes
@@ -132,6 +136,30 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights(train, chats, tmp_pat
     assert held_out(broken) == held_out(straight) and list(held_out(straight)) == [0, 1, 2, 3, 4]
     assert len([line for line in logged(broken) if HELD_OUT in line]) == 5
     assert weights(broken, 4) == weights(straight, 4) != weights(straight, 2)
+
+
+def test_a_run_that_is_asked_to_end_saves_what_it_learned(train, tmp_path, monkeypatch):
+    flags = (*FLAGS[:4], "--save-interval", "9", *FLAGS[6:])
+    straight, asked = train(*flags, "--output-dir", str(tmp_path / "straight")), tmp_path / "asked"
+    draw, drawn = SupervisedData.next_batch, []
+
+    def end(self: SupervisedData) -> Any:
+        drawn.append(draw(self))
+        if len(drawn) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+            deadline = time.monotonic() + 20
+            while not CheckpointStore(asked / "checkpoints").steps() and time.monotonic() < deadline:
+                time.sleep(0.01)  # its batch is not there before the run was cancelled
+        return drawn[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SupervisedData, "next_batch", end)
+        with pytest.raises(Terminated):
+            train(*flags, "--output-dir", str(asked))
+    assert CheckpointStore(asked / "checkpoints").steps() == [3]
+    train("--load", str(asked))
+    assert [line["step"] for line in steps(asked)] == [1, 2, 3, 4] and steps(asked)[-1]["data/trained"] == 16
+    assert weights(asked, 4) == weights(straight, 4)
 
 
 def test_the_held_out_loss_is_the_training_loss_of_the_same_conversations(train, chats, tmp_path, capsys):

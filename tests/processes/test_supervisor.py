@@ -33,6 +33,13 @@ if "orphan" in do:
     open(folder + "/orphan", "w").write(str(child.pid))
 if "saves" in do:
     open(far, "w").write(str(do["saves"]))
+if "ends" in do:
+    def end(number, frame):
+        time.sleep(do["ends"])
+        open(folder + "/saved", "w").close()
+        sys.exit(128 + number)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
 if "waits" in do:
     open(folder + "/waiting", "w").close()
     try:
@@ -70,7 +77,7 @@ class Supervised:
     def _supervise(self, pause: float) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.stdout = sys.stderr = (self.folder / "said").open("w", buffering=1)
-        supervisor.LEAVING_S = 0.2
+        supervisor.LEAVING_S, supervisor.ENDING_S = 0.2, 2.0
         far, child = self.folder / "far", [sys.executable, "-IS", str(self.folder / "child.py"), str(self.folder)]
         return supervisor.supervise(
             child,
@@ -163,6 +170,23 @@ def test_a_persons_signal_is_passed_on_and_ends_it(tmp_path: Path, number: int) 
     os.kill(process.pid, number)
     assert process.wait() == 128 + number
     assert len(starts(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_child_that_was_asked_to_end_has_the_time_to_save(tmp_path: Path, number: int) -> None:
+    process = Supervised(tmp_path, {"ends": 0.5, "waits": True}, {})
+    until((tmp_path / "waiting").exists)
+    os.kill(process.pid, number)
+    assert process.wait() == 128 + number
+    assert (tmp_path / "saved").exists() and len(starts(tmp_path)) == 1
+
+
+def test_a_child_that_does_not_end_when_asked_is_killed(tmp_path: Path) -> None:
+    process = Supervised(tmp_path, {"ends": 60, "waits": True}, {})
+    until((tmp_path / "waiting").exists)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait() == 128 + signal.SIGKILL
+    assert not (tmp_path / "saved").exists()
 
 
 def test_a_signal_while_it_waits_for_the_next_start_ends_it(tmp_path: Path) -> None:
