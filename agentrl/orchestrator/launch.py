@@ -418,9 +418,14 @@ async def _run(
                 if not cfg.trains:
                     await rollout_loop(cfg, rollout=rollout, run=run, progress=progress)
                     return
-                ends = {"trainer": trainer, "rollout": rollout, "checkpoints": checkpoints, "progress": progress}
-                async with save_before_leaving(cfg, watch, **ends, seconds=LAST_SAVE_S):
-                    await training_loop(cfg, start=start, run=run, world=cluster.world, **ends)
+                async with save_before_leaving(
+                    cfg, watch, trainer=trainer, rollout=rollout, checkpoints=checkpoints, progress=progress,
+                    seconds=LAST_SAVE_S,
+                ):  # fmt: skip
+                    await training_loop(
+                        cfg, start=start, trainer=trainer, rollout=rollout, checkpoints=checkpoints, run=run,
+                        progress=progress, world=cluster.world,
+                    )  # fmt: skip
                 if cfg.save_hf:
                     progress.stage("exporting the model")
                     await trainer.save_hf(Path(cfg.save_hf))
@@ -462,9 +467,14 @@ async def _run_without_engines(
                 start = await load(source, trainer, data, progress)
                 settle(run, checkpoints, start, progress)
                 settled()
-                ends = {"trainer": trainer, "rollout": data, "checkpoints": checkpoints, "progress": progress}
-                async with save_before_leaving(cfg, watch, **ends, seconds=LAST_SAVE_S):
-                    await loop(cfg, start=start, run=run, **ends)
+                async with save_before_leaving(
+                    cfg, watch, trainer=trainer, rollout=data, checkpoints=checkpoints, progress=progress,
+                    seconds=LAST_SAVE_S,
+                ):  # fmt: skip
+                    await loop(
+                        cfg, start=start, trainer=trainer, rollout=data, checkpoints=checkpoints, run=run,
+                        progress=progress,
+                    )  # fmt: skip
                 if cfg.save_hf:
                     progress.stage("exporting the model")
                     await trainer.save_hf(Path(cfg.save_hf))
