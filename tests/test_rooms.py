@@ -9,7 +9,8 @@ import agentrl
 
 FLOORS = [
     "errors types redaction on_demand _gymnasium spaces",
-    "loading versions concurrency families values jsonl",
+    "loading",
+    "versions concurrency families values jsonl",
     "config processes",
     "algorithms tasks retrieval sandbox chat_api engines progress",
     "tools rewards weights",
@@ -23,7 +24,7 @@ FLOORS = [
     "__main__",
 ]
 """From the ground up; a room may import those below it, and not those beside it."""
-BESIDE = {("envs", "_gymnasium"), ("versions", "loading")}
+BESIDE = {("envs", "_gymnasium")}
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor.split()}
 PACKAGE = Path(agentrl.__file__).parent
 

@@ -19,6 +19,7 @@ from typing import Any
 from agentrl.config.names import nearest
 from agentrl.config.options import Option, described
 from agentrl.errors import ConfigError
+from agentrl.loading import toml_beside
 
 MEGATRON_CLASSES = {
     "ModelParallelConfig": "core/model_parallel_config.py",
@@ -28,37 +29,10 @@ MEGATRON_CLASSES = {
     "DistributedDataParallelConfig": "core/distributed/distributed_data_parallel_config.py",
 }
 
-_BY_RUN = "it is chosen by the run"
-SGLANG_OWNED = {
-    "model_path": "use --hf-checkpoint",
-    "model": "use --hf-checkpoint",
-    "tokenizer_path": "use --hf-checkpoint",
-    "host": "engines listen on loopback, and on their machine's own address where a run is on several",
-    "dtype": "use --dtype",
-    "random_seed": "use --seed",
-    "enable_deterministic_inference": "use --deterministic",
-    "tp_size": "use --rollout-num-gpus-per-engine",
-    **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr", "base_gpu_id", "device"), _BY_RUN),
-    **dict.fromkeys(("port", "nccl_port"), "every server of a run takes a free port"),
-    **dict.fromkeys(("api_key", "admin_api_key"), "a random key is made for each run"),
-    "weight_version": "weight versions are counted by the run",
-    "config": "write the keys into the table [sglang] of --config FILE",
-}
+_TABLES = toml_beside(__file__, "sglang_options.toml")
+SGLANG_OWNED: dict[str, str] = _TABLES["owned"]
 """Server arguments that the run itself sets, with what to do in their place."""
-
-_NAMED = "a module that it names is imported"
-SGLANG_CODE = {
-    "trust_remote_code": "code of the model folder is run",
-    "custom_weight_loader": _NAMED,
-    "forward_hooks": "modules that it names are imported",
-    "sidecar": "a module that it names is run",
-    "unified_cache_external_linker_backend": _NAMED,
-    "unified_cache_external_linker_config": _NAMED,
-    "hicache_storage_backend_extra_config": _NAMED,
-    "enable_custom_logit_processor": "code that clients send is unpickled and run",
-    "trust_request_chat_template": "templates that clients send are rendered",
-    "tool_server": "tools run on this machine for whoever sends requests",
-}
+SGLANG_CODE: dict[str, str] = _TABLES["code"]
 """Server arguments by which code of others is run, and how."""
 
 

@@ -15,7 +15,7 @@ MODULES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "llama": "llama",
-    "mistral": "mistral",
+    "mistral": "llama",
     "smollm3": "smollm3",
     "glm4": "glm4",
     "qwen2_moe": "qwen2_moe",

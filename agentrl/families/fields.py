@@ -11,60 +11,19 @@ from collections.abc import Iterator, Mapping
 
 from agentrl.families import MODULES, of
 from agentrl.families.family import Model, experts_of, rope, rotated_share, words
+from agentrl.loading import toml_beside
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
-COMMON = words(
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
-    "head_dim max_position_embeddings rms_norm_eps tie_word_embeddings rope_theta rope_scaling "
-    "rope_parameters sliding_window use_sliding_window max_window_layers layer_types"
-)
+_TABLES = toml_beside(__file__, "fields.toml")
+COMMON = words(_TABLES["common"])
 """Fields that are computed in every family."""
-
-NEUTRAL = words(
-    # names and what made the file
-    "model_type architectures transformers_version auto_map dtype torch_dtype name_or_path id2label label2id "
-    "problem_type unsloth_fixed unsloth_version is_llama_config tokenizer_class transformers.js_config "
-    # how transformers' own code runs
-    "use_cache return_dict output_hidden_states output_attentions output_router_logits chunk_size_feed_forward "
-    "attn_implementation use_flash_attn use_bfloat16 torchscript ep_size pretraining_tp "
-    # training: of another objective, or as it was once
-    "initializer_range attention_dropout resid_pdrop embd_pdrop hidden_dropout router_aux_loss_coef "
-    "aux_loss_alpha seq_aux router_jitter_noise neftune_noise_alpha "
-    # generation
-    "bos_token_id eos_token_id pad_token_id unk_token_id temperature top_p top_k do_sample max_length"
-)
+NEUTRAL = words(" ".join(_TABLES["neutral"].values()))
 """Fields that change nothing in what is computed of a sequence."""
-
 EXPERTS = words("num_experts num_local_experts n_routed_experts")
 """Fields that count experts; a family without experts has none."""
-
-_ONLY = {
-    "hidden_act": ("silu", "the trainer's MLP is SwiGLU"),
-    "activation": ("swiglu", "the trainer's MLP is SwiGLU"),
-    "attention_bias": (False, "the trainer's attention has no such biases"),
-    "qkv_bias": (False, "the trainer's attention has no such biases"),
-    "mlp_bias": (False, "the trainer's MLP has no biases"),
-    "partial_rotary_factor": (1.0, "the trainer rotates whole heads"),
-    "attention_multiplier": (None, "the trainer divides scores by sqrt(head_dim)"),
-    "query_pre_attn_scalar": (None, "the trainer divides scores by sqrt(head_dim)"),
-    "attn_logit_softcapping": (None, "the trainer does not cap scores"),
-    "final_logit_softcapping": (None, "the trainer does not cap logits"),
-    "logit_scale": (None, "the trainer does not scale logits"),
-    "logits_scaling": (None, "the trainer does not scale logits"),
-    "embedding_multiplier": (None, "the trainer does not scale embeddings"),
-    "residual_multiplier": (None, "the trainer does not scale residuals"),
-    "no_rope_layers": (None, "the trainer rotates in every layer"),
-    "rope_interleaved": (False, "the trainer rotates neighbours only where the architecture's own type says so"),
-    "use_mrope": (False, "the trainer's positions have one axis"),
-    "use_qk_norm": (False, "the trainer normalizes queries and keys as the architecture's own type says"),
-    "qk_layernorm": (False, "the trainer normalizes queries and keys as the architecture's own type says"),
-    "dual_chunk_attention_config": (None, "the trainer attends to the whole sequence"),
-    "is_encoder_decoder": (False, "the trainer's models are decoders"),
-    "quantization_config": (None, "quantized weights cannot be trained; use the unquantized checkpoint"),
-}
-"""Key of ``config.json`` -> the only value that is computed (None: none may be given), and why; a family may know
-more."""
+_ONLY = _TABLES["only"] | {name: (None, reason) for name, reason in _TABLES["never"].items()}
+"""Field -> the only value that is computed (None: none may be given), and why; a family may know more."""
 
 _ROPE = {
     "default": frozenset(),
