@@ -8,8 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from agentrl.data.episodes import by_episode, is_error, solved
-from agentrl.errors import ConfigError, EnvError, describe
-from agentrl.loading import load_object
+from agentrl.data.rules import choosing, own_function
 from agentrl.tasks.source import DataSource
 from agentrl.types import Group, Task
 
@@ -54,36 +53,13 @@ def frontier(args: Config, tasks: list[Task], success: Mapping[str, Success], nu
 
 
 def load_curriculum(spec: str) -> Choose:
-    """``frontier``, or a function by path.
-
-    What a function of one's own raises, or returns that is none of the tasks, is an EnvError that names it.
-
-    Raises:
-        ConfigError: there is none of this name.
-    """
-    flag = f"--curriculum-path {spec}"
+    """``frontier``, or a function by path: what that raises, or returns that is none of the tasks, is an EnvError that
+    names it. Raises ConfigError: there is none of this name."""
     if spec == "frontier":
         return frontier
-    if ":" not in spec:
-        raise ConfigError(
-            f"{flag}: expected frontier, or a function of your own, module:function or file.py:function, that takes "
-            "(args, tasks, success, num_samples) and returns some of the tasks"
-        )
-    function: Callable[..., Any] = load_object(spec, "--curriculum-path")
-
-    def own(args: Config, tasks: list[Task], success: Mapping[str, Success], num_samples: int) -> list[Task]:
-        try:
-            chosen = list(function(args, list(tasks), success, num_samples))
-        except Exception as error:
-            raise EnvError(f"{flag}: {describe(error)}") from error
-        there = {id(task) for task in tasks}
-        if strange := [each for each in chosen if id(each) not in there]:
-            raise EnvError(f"{flag} returned {strange[0]!r:.80}; expected some of the tasks that it was given")
-        if not 0 < len({id(each) for each in chosen}) == len(chosen) <= num_samples:
-            raise EnvError(f"{flag} returned {len(chosen)} tasks; expected 1 to {num_samples} different ones")
-        return chosen
-
-    return own
+    form = "takes (args, tasks, success, num_samples) and returns some of the tasks"
+    function = own_function("--curriculum-path", spec, ["frontier"], form)
+    return choosing(function, f"--curriculum-path {spec}", "tasks", least=1)
 
 
 class Curriculum:

@@ -6,14 +6,13 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from agentrl.data.episodes import by_episode, by_group, forget_training, is_error, oldest_version, reward_of, solved
+from agentrl.data.rules import choosing, own_function
 from agentrl.data.store import TrajectoryStore
-from agentrl.errors import ConfigError, EnvError, describe
-from agentrl.loading import load_object
 from agentrl.types import Group
 
 if TYPE_CHECKING:
@@ -76,38 +75,13 @@ BUFFER_FILTERS: dict[str, BufferFilter] = {f.__name__: f for f in (newest, best,
 
 
 def load_buffer_filter(spec: str) -> BufferFilter:
-    """The filter of a name, or a function ``(args, buffer, num_samples) -> groups`` by path.
-
-    What a function of one's own raises, or returns that is none of the buffer, is an EnvError that names it.
-
-    Raises:
-        ConfigError: there is none of this name.
-    """
+    """The filter of a name, or a function by path: what that raises, or returns that is none of the buffer, is an
+    EnvError that names it. Raises ConfigError: there is none of this name."""
     if spec in BUFFER_FILTERS:
         return BUFFER_FILTERS[spec]
-    flag = f"--buffer-filter-path {spec}"
-    if ":" not in spec:
-        raise ConfigError(
-            f"{flag}: expected {', '.join(BUFFER_FILTERS)}, or a function of your own, module:function or "
-            "file.py:function, that takes (args, buffer, num_samples) and returns groups of the buffer"
-        )
-    function: Callable[..., Any] = load_object(spec, "--buffer-filter-path")
-
-    def own(args: Config, buffer: list[Group], num_samples: int) -> list[Group]:
-        try:
-            chosen = list(function(args, list(buffer), num_samples))
-        except Exception as error:
-            raise EnvError(f"{flag}: {describe(error)}") from error
-        there = {id(group) for group in buffer}
-        if strange := [each for each in chosen if id(each) not in there]:
-            raise EnvError(f"{flag} returned {strange[0]!r:.80}; expected groups of the buffer that it was given")
-        if len({id(each) for each in chosen}) < len(chosen) or len(chosen) > num_samples:
-            raise EnvError(
-                f"{flag} returned {len(chosen)} groups, some of them twice or more than num_samples {num_samples}"
-            )
-        return chosen
-
-    return own
+    form = "takes (args, buffer, num_samples) and returns groups of the buffer"
+    function = own_function("--buffer-filter-path", spec, BUFFER_FILTERS, form)
+    return choosing(function, f"--buffer-filter-path {spec}", "groups", least=0)
 
 
 class Experience:

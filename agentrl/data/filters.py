@@ -8,10 +8,11 @@ from collections.abc import Callable
 import numpy as np
 
 from agentrl.data.episodes import by_episode, is_error, reward_of, solved
-from agentrl.errors import ConfigError, EnvError, describe
-from agentrl.loading import load_object
+from agentrl.data.rules import named, own_function
+from agentrl.errors import ConfigError, EnvError
 from agentrl.types import Group
 
+FLAG = "--dynamic-sampling-filter-path"
 Filter = Callable[[Group], bool]
 
 _BAND = re.compile(r"success_band=(\d*\.?\d+),(\d*\.?\d+)")
@@ -36,13 +37,8 @@ def success_band(low: float, high: float) -> Filter:
 
 def load_filter(spec: str) -> Filter:
     """The filter of a name, ``reward_variance`` or ``success_band=LOW,HIGH``, or a function ``(group) -> bool`` by
-    path.
-
-    What a function of one's own raises, or returns that is no bool, is an EnvError that names it.
-
-    Raises:
-        ConfigError: there is none of this name, or the band is none.
-    """
+    path. What that raises, or returns that is no bool, is an EnvError that names it. Raises ConfigError: there is none
+    of this name, or the band is none."""
     if spec == "reward_variance":
         return reward_variance
     if spec.startswith("success_band"):
@@ -50,25 +46,18 @@ def load_filter(spec: str) -> Filter:
         low, high = map(float, given.groups()) if given else (1.0, 0.0)
         if not low <= high <= 1.0:
             raise ConfigError(
-                f"--dynamic-sampling-filter-path {spec}: expected success_band=LOW,HIGH with 0 <= LOW <= HIGH <= 1, "
-                "such as success_band=0.2,0.8"
+                f"{FLAG} {spec}: expected success_band=LOW,HIGH with 0 <= LOW <= HIGH <= 1, such as "
+                "success_band=0.2,0.8"
             )
         return success_band(low, high)
-    if ":" not in spec:
-        raise ConfigError(
-            f"--dynamic-sampling-filter-path {spec}: expected reward_variance, success_band=LOW,HIGH, or a function of "
-            "your own, module:function or file.py:function, that takes an agentrl.Group and returns True to keep it"
-        )
-    function = load_object(spec, "--dynamic-sampling-filter-path")
+    known = ("reward_variance", "success_band=LOW,HIGH")
+    function = own_function(FLAG, spec, known, "takes an agentrl.Group and returns True to keep it")
 
     def own(group: Group) -> bool:
-        try:
+        with named(f"{FLAG} {spec}, group {group.group_id}"):
             kept = function(group)
-        except Exception as error:
-            where = f"--dynamic-sampling-filter-path {spec}, group {group.group_id}"
-            raise EnvError(f"{where}: {describe(error)}") from error
         if not isinstance(kept, (bool, np.bool_)):
-            raise EnvError(f"--dynamic-sampling-filter-path {spec} returned {kept!r:.80}; expected True or False")
+            raise EnvError(f"{FLAG} {spec} returned {kept!r:.80}; expected True or False")
         return bool(kept)
 
     return own
