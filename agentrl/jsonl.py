@@ -33,10 +33,7 @@ class Place:
 
 def json_lines(path: str, start: int = 0, end: int | None = None) -> Iterator[tuple[Place, int, Record]]:
     """Place, length in bytes and content of each line that begins in ``[start, end)`` and is not blank.
-
-    Raises:
-        DataError: A line is not a JSON object, the text names file and line; or the file cannot be read.
-    """
+    Raises DataError: a line is not a JSON object, the text names file and line; or the file cannot be read."""
     try:
         with open(path, "rb") as stream:
             if start:

@@ -68,10 +68,7 @@ def load_object(spec: str, what: str = "object") -> Any:
 
 def load_module(name: str, what: str) -> types.ModuleType:
     """Imports a module, which may lie in the working directory.
-
-    Raises:
-        ConfigError: There is none of that name. Errors of its own code pass through.
-    """
+    Raises ConfigError: there is none of that name. Errors of its own code pass through."""
     # The `agentrl` command is a script elsewhere, so Python does not look where the person is.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -94,10 +91,7 @@ class _Source(importlib.machinery.SourceFileLoader):
 
 def load_file(location: str, what: str = "file") -> types.ModuleType:
     """The module in a Python file, loaded once a process.
-
-    Raises:
-        ConfigError: There is no such file. Errors of its own code pass through.
-    """
+    Raises ConfigError: there is no such file. Errors of its own code pass through."""
     path = Path(location).expanduser().resolve()
     if not path.is_file():
         raise ConfigError(f"{what}: there is no file {str(path)!r}.")

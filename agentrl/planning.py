@@ -64,10 +64,7 @@ class Shape:
     @classmethod
     def of(cls, folder: str | Path) -> Shape:
         """Of a checkpoint, or of its ``config.json`` alone (then transformers counts the parameters).
-
-        Raises:
-            ConfigError: there is no such model.
-        """
+        Raises ConfigError: there is no such model."""
         file = Path(folder) / "config.json"
         try:
             model = json.loads(file.read_text(encoding="utf-8"))

@@ -34,10 +34,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 
 def load_algorithm(options: AlgorithmOptions) -> Algorithm:
     """The algorithm of ``--advantage-estimator``; with ``--loss-type sft_loss`` there is no such choice.
-
-    Raises:
-        ConfigError: there is none of that name, or it is no :class:`Algorithm`.
-    """
+    Raises ConfigError: there is none of that name, or it is no :class:`Algorithm`."""
     if options.loss_type == "sft_loss":
         return SFT(options)
     given = options.advantage_estimator

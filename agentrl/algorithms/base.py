@@ -149,12 +149,9 @@ class Algorithm:
                 raise ConfigError(f"{flag} has no effect: the loss of {self.name} has no term {term}.")
 
     def select(self, groups: Iterable[Group]) -> set[str]:
-        """Ids of the trajectories to train on: the trainable ones; where they are compared, those with another of
-        their group. Agents of one episode have groups of their own, ``<group>/<agent>``.
-
-        Raises:
-            DataError: a reward is not finite.
-        """
+        """Ids of the trajectories to train on: the trainable ones; where they are compared, those with another of their
+        group. Agents of one episode have groups of their own, ``<group>/<agent>``.
+        Raises DataError: a reward is not finite."""
         members: dict[str, list[Trajectory]] = defaultdict(list)
         for group in groups:
             for trajectory in group.trajectories:
@@ -186,10 +183,8 @@ class Algorithm:
     def prepare(self, batch: TrainBatch) -> dict[str, np.ndarray]:
         """Columns to add to a batch that has what :meth:`infers` names: ``old`` where it is the engine's,
         ``advantage``, ``correction``, ``returns``.
-
-        Raises:
-            ConfigError: one of them has another shape than [T], or there is a critic and nothing that it is to learn.
-        """
+        Raises ConfigError: one of them has another shape than [T], or there is a critic and nothing that it is to
+        learn."""
         columns: dict[str, np.ndarray] = {}
         if self.options.use_rollout_logprobs and "rollout" in batch.columns:  # nobody sampled what is written
             columns["old"] = batch["rollout"]

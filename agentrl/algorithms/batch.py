@@ -58,11 +58,8 @@ class TrainBatch:
     @classmethod
     def from_groups(cls, groups: Iterable[Group], chosen: Collection[str]) -> TrainBatch:
         """All segments with sampled tokens of the trajectories with a ``chosen`` id, in the order given.
-
-        Raises:
-            DataError: a trajectory id occurs twice.
-            LedgerError: arrays of a segment differ in length, or a first token is marked as sampled.
-        """
+        Raises DataError: a trajectory id occurs twice.
+        Raises LedgerError: arrays of a segment differ in length, or a first token is marked as sampled."""
         trajectories = [t for group in groups for t in group.trajectories if t.trajectory_id in chosen]
         ids = tuple(t.trajectory_id for t in trajectories)
         if len(set(ids)) < len(ids):

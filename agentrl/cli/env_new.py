@@ -60,10 +60,7 @@ def run(name: str, argv: Sequence[str]) -> int:
 
 def write_package(name: str, parent: Path) -> Path:
     """The package ``name`` in a new folder of that name.
-
-    Raises:
-        ConfigError: The name cannot be a package's, or the folder is there already.
-    """
+    Raises ConfigError: the name cannot be a package's, or the folder is there already."""
     _check_name(name)
     folder = parent / name
     words = {"name": name, "module": name.replace("-", "_"), "cls": _class_name(name)}

@@ -37,10 +37,7 @@ _ENGINE_HINT = f"{install_command('gpu')} on a machine with GPUs, `make venv` in
 
 def require(command: str, modules: Sequence[str]) -> None:
     """Check, without importing, that ``modules`` are installed, before a command makes or starts anything.
-
-    Raises:
-        ConfigError: Some are not; the text names them and the way to get them.
-    """
+    Raises ConfigError: some are not; the text names them and the way to get them."""
     missing = [name for name in modules if not _installed(name)]
     if not missing:
         return

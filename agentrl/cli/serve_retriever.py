@@ -56,11 +56,8 @@ def run(argv: Sequence[str]) -> int:
 
 def index_of(given: RetrieverOptions) -> Index:
     """What the options ask to serve.
-
-    Raises:
-        ConfigError: A dense index without a corpus.
-        DataError: A bad corpus; file and line are named.
-    """
+    Raises ConfigError: a dense index without a corpus.
+    Raises DataError: a bad corpus; file and line are named."""
     if given.corpus is None:
         if given.dense_model:
             raise ConfigError("a dense index needs a corpus: give a JSONL file")

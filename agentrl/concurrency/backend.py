@@ -94,11 +94,7 @@ class Backend:
 
     @classmethod
     async def all_there(cls) -> None:
-        """Waits until none is away.
-
-        Raises:
-            LostError: one has been away for longer than its patience.
-        """
+        """Waits until none is away. Raises LostError: one has been away for longer than its patience."""
         while away := list(cls.away):
             for backend in away:
                 if backend.seconds >= backend.patience:

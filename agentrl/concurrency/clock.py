@@ -34,11 +34,7 @@ class Clock:
         self._loop: asyncio.AbstractEventLoop | None = None  # of the timer
 
     async def within(self, seconds: float, awaited: Awaitable[T]) -> T:
-        """What ``awaited`` gives.
-
-        Raises:
-            OutOfTime: It took longer than ``seconds``, and was cancelled.
-        """
+        """What ``awaited`` gives. Raises OutOfTime: it took longer than ``seconds``, and was cancelled."""
         task = asyncio.current_task()
         assert task is not None  # a coroutine runs in one
         loop = task.get_loop()

@@ -52,10 +52,7 @@ class DaemonPool:
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Runs ``call`` in a thread; the future carries its result or exception.
-
-        Raises:
-            InfraError: Every thread there may be is lost to a call that never returned.
-        """
+        Raises InfraError: every thread there may be is lost to a call that never returned."""
         future: Future[T] = Future()
         with self._changed:
             if len(self._given_up) >= 2 * self._max_threads:
@@ -405,9 +402,7 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     Works with or without a running loop in the calling thread. One loop serves all callers, so that
     clients a coroutine keeps open between calls stay on the loop they were made on.
 
-    Raises:
-        RuntimeError: The caller is itself a coroutine on that loop and would wait for itself.
-    """
+    Raises RuntimeError: the caller is itself a coroutine on that loop and would wait for itself."""
     if _background.runs_here():
         name = getattr(coroutine, "__qualname__", "a coroutine")
         coroutine.close()

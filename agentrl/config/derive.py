@@ -47,10 +47,7 @@ def batch_rule(config: Config, global_batch_size: Any, num_steps_per_rollout: An
 
 def derive(config: AnyConfig) -> AnyConfig:
     """``config`` with the options filled that were left to follow from others.
-
-    Raises:
-        ConfigError: What was given cannot be completed (the batch rule has no whole solution, for one).
-    """
+    Raises ConfigError: what was given cannot be completed (the batch rule has no whole solution, for one)."""
     changes: dict[str, Any] = _engines(config)
     served = isinstance(config, EvalConfig) and config.base_url is not None
     if config.hf_checkpoint is not None or not served:

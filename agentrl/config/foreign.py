@@ -170,10 +170,7 @@ def _server_flags(name: str, annotation: ast.expr) -> dict[str, Option]:
 
 def sglang_field(given: str, name: str) -> Option:
     """The server option behind ``--sglang-<name>``; one of kind ``any`` when sglang is not installed.
-
-    Raises:
-        ConfigError: The run sets it itself, or SGLang has no such option.
-    """
+    Raises ConfigError: the run sets it itself, or SGLang has no such option."""
     table, flag = sglang_fields(), name.replace("_", "-")
     field = (table or {}).get(flag) or Option(flag.replace("-", "_"), "any")
     if field.name in SGLANG_OWNED:

@@ -89,10 +89,8 @@ def resolve(config_class: type[AnyConfig], argv: Sequence[str]) -> Resolved[AnyC
 
 def _complete(config_class: type[T], layers: list[Given]) -> T:
     """Options of these layers alone, over the defaults.
-
-    Raises:
-        ConfigError: All that is wrong in itself, in any of them: names, and values of the wrong type or out of range.
-    """
+    Raises ConfigError: all that is wrong in itself, in any of them: names, and values of the wrong type or out of
+    range."""
     values = {name: value for layer in layers for name, value in layer.values.items()}
     config = config_class(**values)
     problems = [problem for layer in layers for problem in layer.problems] + list(value_problems(config))
@@ -147,10 +145,7 @@ def _run_layer(config_class: type, layers: list[Given]) -> Given | None:
 
 def _check_without_run(path: Path, layers: list[Given]) -> None:
     """``--load`` of what is no run: a folder that this run is to fill (it starts afresh), or a checkpoint alone.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    Raises ConfigError: it is neither."""
     targets = [Path(t).resolve() for name in ("save", "output_dir") if (t := _last(layers, name))]
     used = any((path / name).exists() for name in ("config.json", OWNER)) or any(path.glob("step_*"))
     if is_megatrons(path):

@@ -63,10 +63,7 @@ def refusal(name: str) -> str | None:
 
 def megatron_field(given: str, name: str) -> Option | None:
     """The Megatron config field called ``name``, or None when there is none (or megatron-core is absent).
-
-    Raises:
-        ConfigError: The field follows from an option of ours, or cannot be written as text.
-    """
+    Raises ConfigError: the field follows from an option of ours, or cannot be written as text."""
     key = name.replace("-", "_")
     if key in OWNED:
         raise ConfigError(f"{given} cannot be set: {OWNED[key]}.")

@@ -54,9 +54,7 @@ def read_script(path: Path) -> tuple[str, list[Flag], list[str]]:
     Arrays of the script are put in where the call names them, those of files that it sources too, where these are
     there; ``absent`` are those that are nowhere. Variables and commands in ``$(...)`` stay as they are written.
 
-    Raises:
-        ConfigError: The file cannot be read as a shell script, or calls neither.
-    """
+    Raises ConfigError: the file cannot be read as a shell script, or calls neither."""
     words = list(_words(path))
     arrays = _arrays(words)
     calls = [(n, found[1]) for n, word in enumerate(words) if (found := _PROGRAM.match(word))]

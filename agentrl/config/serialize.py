@@ -35,10 +35,7 @@ def to_dict(config: object) -> dict[str, Any]:
 
 def from_dict(config_class: type[T], values: dict[str, Any]) -> T:
     """Inverse of :func:`to_dict`; options that are absent keep their defaults.
-
-    Raises:
-        ConfigError: Unknown key or value of the wrong type.
-    """
+    Raises ConfigError: unknown key or value of the wrong type."""
     given = parse_mapping(config_class, _of_today(values), config_class.__name__).readable().values
     for name in ("hf_checkpoint", "ref_load"):
         if given.get(name) is not None:

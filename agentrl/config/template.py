@@ -20,10 +20,8 @@ _TAKEN = {
 
 def checked_variables(variables: Any, where: str) -> dict[str, Any]:
     """``variables`` of a chat template, from a command line or a task, as they are.
-
-    Raises:
-        ConfigError: they are no object, or hold what the template is given anyway; the text begins with ``where``.
-    """
+    Raises ConfigError: they are no object, or hold what the template is given anyway; the text begins with
+    ``where``."""
     if not isinstance(variables, dict) or not all(isinstance(name, str) for name in variables):
         example = '{"enable_thinking": false}'
         raise ConfigError(f"{where}: a JSON object is expected, as in {example}, got {variables!r:.80}")
@@ -34,10 +32,7 @@ def checked_variables(variables: Any, where: str) -> dict[str, Any]:
 
 def template_variables(config: TemplateOptions) -> dict[str, Any]:
     """What the chat template gets to see.
-
-    Raises:
-        ConfigError: it is no JSON object, or sets what the template is given anyway.
-    """
+    Raises ConfigError: it is no JSON object, or sets what the template is given anyway."""
     text = config.apply_chat_template_kwargs
     if not text:
         return {}

@@ -144,11 +144,8 @@ class TaskAccount:
 
 def load_source(spec: str, config: Config) -> DataSource:
     """The task source of ``--data-source-path``: the class that ``spec`` names, made with ``config``.
-
-    Raises:
-        ConfigError: It cannot be found.
-        DataError: It is no data source.
-    """
+    Raises ConfigError: it cannot be found.
+    Raises DataError: it is no data source."""
     source = load_object(spec, "--data-source-path")(config)
     if not isinstance(source, DataSource):
         raise DataError(

@@ -174,9 +174,7 @@ class CheckpointStore:
 
         "Newest" is the one written last (``latest``); should that one be damaged, the one before it.
 
-        Raises:
-            CheckpointError: none is.
-        """
+        Raises CheckpointError: none is."""
         refused: list[str] = []
         for step in self._newest_first():
             name = _name(step)
@@ -191,10 +189,7 @@ class CheckpointStore:
 
     def best(self) -> Checkpoint:
         """The checkpoint with the best evaluation so far (``--best-metric``).
-
-        Raises:
-            CheckpointError: none was kept, or it is damaged.
-        """
+        Raises CheckpointError: none was kept, or it is damaged."""
         kept = self.best_so_far()
         if kept is None:
             if (self.root / BEST).exists():
@@ -218,10 +213,7 @@ class CheckpointStore:
 
     def open(self, name: str) -> Checkpoint:
         """One checkpoint by its folder name.
-
-        Raises:
-            CheckpointError: it is missing or torn; the text names those that are complete.
-        """
+        Raises CheckpointError: it is missing or torn; the text names those that are complete."""
         path = self.root / name
         reason = _damage(path) if path.is_dir() else "no such folder"
         match = _NAME.fullmatch(name)
@@ -275,11 +267,8 @@ class CheckpointStore:
     @contextlib.contextmanager
     def held_by(self, run: Path) -> Iterator[None]:
         """For as long as ``run`` goes on, no other run may write here. What a kill left behind is removed.
-
-        Raises:
-            ConfigError: the checkpoints are of another run.
-            StorageError: another run is writing here, or the folder cannot be written.
-        """
+        Raises ConfigError: the checkpoints are of another run.
+        Raises StorageError: another run is writing here, or the folder cannot be written."""
         with contextlib.ExitStack() as stack:
             if not _same(self.root.parent, run) and not _same(self.root, run):  # the run folder has its own lock
                 with storage_errors(self.root):
@@ -308,9 +297,7 @@ class CheckpointStore:
 
         The other run may go on, and remove its own.
 
-        Raises:
-            CheckpointError: it went away meanwhile.
-        """
+        Raises CheckpointError: it went away meanwhile."""
         with storage_errors(self.root):
             building = self.begin(source.step)
             try:
@@ -341,10 +328,7 @@ class CheckpointStore:
     async def save(self, step: int, *, trainer: TrainerState, rollout: RolloutState) -> None:
         """Write a checkpoint of the whole run as it stands, after the one before it: :meth:`saved` says when it is
         there, without ``async_save`` it is there now.
-
-        Raises:
-            StorageError: the disk refuses, or refused the one before it.
-        """
+        Raises StorageError: the disk refuses, or refused the one before it."""
         await self.saved()
         began, self.unsaved = time.monotonic(), None
         with storage_errors(self.root):
@@ -403,11 +387,8 @@ class CheckpointStore:
 
     def commit(self, step: int) -> Checkpoint:
         """Make what was filled in since :meth:`begin` a checkpoint, and remove old ones.
-
-        Raises:
-            CheckpointError: there is nothing to commit.
-            OSError: the disk refused (full, for instance); earlier checkpoints are untouched.
-        """
+        Raises CheckpointError: there is nothing to commit.
+        Raises OSError: the disk refused (full, for instance); earlier checkpoints are untouched."""
         building = self.root / f"{_name(step)}.tmp"
         if not building.is_dir():
             raise CheckpointError(f"{building} is not there; call begin({step}) and fill it before commit")

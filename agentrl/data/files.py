@@ -99,10 +99,7 @@ def flush_tree(folder: Path) -> None:
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Write ``path`` whole or not at all: a hidden file beside it, synced, then renamed over it.
-
-    Raises:
-        StorageError: The disk is full or the folder not writable; ``path`` is as it was.
-    """
+    Raises StorageError: the disk is full or the folder not writable; ``path`` is as it was."""
     partial = _beside(path)
     with storage_errors(path):
         try:
@@ -121,10 +118,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """An empty folder to fill, which then takes the place of ``path``, whole; what was there goes.
-
-    Raises:
-        StorageError: The disk is full or the place not writable; ``path`` is as it was.
-    """
+    Raises StorageError: the disk is full or the place not writable; ``path`` is as it was."""
     partial, old = _beside(path), _beside(path.with_name(path.name + ".old"))
     with storage_errors(path):
         remove_partials(path.parent, path.name, path.name + ".old")

@@ -104,11 +104,8 @@ class RunDir(Generic[AnyConfig]):
     @classmethod
     def create(cls, config: AnyConfig, *, base: Path | str = "runs") -> RunDir[AnyConfig]:
         """A new run folder: ``config.output_dir``, or ``<base>/<env>-<date>-<n>``.
-
-        Raises:
-            ConfigError: The folder holds a run already.
-            StorageError: It cannot be made or written.
-        """
+        Raises ConfigError: the folder holds a run already.
+        Raises StorageError: it cannot be made or written."""
         run = cls.reserve(config, base=base)
         run.note_start()
         run.open_trackers()
@@ -133,10 +130,7 @@ class RunDir(Generic[AnyConfig]):
     @classmethod
     def resume(cls, config: AnyConfig, *, hold: bool = True) -> RunDir[AnyConfig]:
         """The run folder ``config.output_dir``, as it is. Nothing is changed before :meth:`go_on`.
-
-        Raises:
-            StorageError: It cannot be written, or another process is using it.
-        """
+        Raises StorageError: it cannot be written, or another process is using it."""
         path = Path(str(config.output_dir)).absolute()
         refuse_folders(*(path / name for name in ("config.json", "run.json", "metrics.jsonl", "evaluations.jsonl")))
         return cls(path, config, hold=hold)
@@ -172,10 +166,7 @@ class RunDir(Generic[AnyConfig]):
     @classmethod
     def reopen(cls, config: AnyConfig) -> RunDir[AnyConfig] | None:
         """The folder ``config.output_dir`` if it holds a run already, as it is; None when it does not.
-
-        Raises:
-            StorageError: Another process is using it.
-        """
+        Raises StorageError: another process is using it."""
         path = Path(config.output_dir or "").absolute()
         if config.output_dir is None or not (path / "config.json").is_file():
             return None
@@ -337,10 +328,7 @@ def _of_evaluation(line: Mapping[str, Any]) -> bool:
 
 def new_folder(config: Config | EvalConfig, base: Path | str = "runs") -> Path:
     """The folder that a new run makes: ``config.output_dir``, or ``<base>/<env>-<date>-<n>`` with the first free n.
-
-    Raises:
-        ConfigError: ``config.output_dir`` holds a run already.
-    """
+    Raises ConfigError: ``config.output_dir`` holds a run already."""
     if config.output_dir is not None:
         path = Path(config.output_dir).absolute()
         if (path / "config.json").exists() or (path / "trajectories.jsonl").exists():

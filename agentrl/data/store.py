@@ -149,10 +149,7 @@ class TrajectoryStore:
 
     def table(self, name: str | None = None, *, step: int | None = None, columns: list[str] | None = None) -> pa.Table:
         """The stored rows as one Arrow table; ask for ``columns`` without ``segments`` to leave tokens on disk.
-
-        Raises:
-            DataError: A file is torn or of a newer schema version.
-        """
+        Raises DataError: a file is torn or of a newer schema version."""
         import pyarrow as pa
 
         tables = [_read(part.path, columns) for part in self.parts(name) if step in (None, part.step)]

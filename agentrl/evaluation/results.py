@@ -74,10 +74,7 @@ def load(path: str | Path, *, step: int | None = None, train: bool = False, segm
 
 def read_episodes(file: Path, *, segments: bool = True) -> dict[str, list[Trajectory]]:
     """Set -> trajectories of a ``trajectories.jsonl``; an unfinished last line is passed over.
-
-    Raises:
-        DataError: a line is no trajectory, or of a newer schema; the text names file and line.
-    """
+    Raises DataError: a line is no trajectory, or of a newer schema; the text names file and line."""
     sets: dict[str, list[Trajectory]] = {}
     for number, record in enumerate(read_jsonl(file), start=1):
         version = record.get("schema_version")

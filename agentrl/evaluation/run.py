@@ -104,10 +104,7 @@ def _dated(cfg: EvalConfig) -> EvalConfig:
 
 def _open_folder(cfg: EvalConfig, what: dict[str, Any]) -> RunDir:
     """A new run folder, or the one of an earlier start of the same evaluation.
-
-    Raises:
-        ConfigError: the folder holds a training run, or an evaluation of something else; the text says of what.
-    """
+    Raises ConfigError: the folder holds a training run, or an evaluation of something else; the text says of what."""
     run = RunDir.reopen(cfg)
     if run is None:
         run = RunDir.create(cfg)
@@ -205,11 +202,8 @@ class Session:
 
     def play(self) -> None:
         """Play what remains. Whatever happens, what was played is in the folder, with a summary.
-
-        Raises:
-            AgentRLError: engines did not start, or cannot answer any more.
-            KeyboardInterrupt: after the same cleaning up.
-        """
+        Raises AgentRLError: engines did not start, or cannot answer any more.
+        Raises KeyboardInterrupt: after the same cleaning up."""
         total, before = sum(map(len, self._planned.values())), self.remaining()
         if before < total:
             self.progress.log(Text(f"{total - before} episodes are there already, {before} remain"))

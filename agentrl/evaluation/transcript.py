@@ -90,10 +90,7 @@ def _of_task(episodes: list[Episode], task: str, path: Path) -> list[Episode]:
 
 def decoder(result: EvalResult, folder: str | None = None) -> Decode:
     """Ids to text, by the tokenizer of the run's model or of ``folder``.
-
-    Raises:
-        ConfigError: there is none; the text says where it was looked for.
-    """
+    Raises ConfigError: there is none; the text says where it was looked for."""
     place = Path(folder).expanduser() if folder else _model_folder(result.config)
     if place is None:
         raise ConfigError(f"{result.path} does not say which model it is of; name one with --hf-checkpoint")

@@ -27,10 +27,7 @@ class Flops:
     @classmethod
     def of(cls, model: Model) -> Flops:
         """Of a ``config.json``, or transformers' ``config.to_dict()``. A mixture's tokens go through a few experts.
-
-        Raises:
-            KeyError: no family knows the model.
-        """
+        Raises KeyError: no family knows the model."""
         settings = families.family(model["model_type"]).settings(model)
         layers, hidden = settings["num_layers"], settings["hidden_size"]
         attention, pair = _attention(settings)

@@ -30,10 +30,7 @@ def is_megatrons(folder: Path) -> bool:
 
 def open_folder(folder: Path) -> Path:
     """The distributed checkpoint that ``folder`` is, or the newest in it.
-
-    Raises:
-        CheckpointError: there is none that can be read.
-    """
+    Raises CheckpointError: there is none that can be read."""
     if not folder.is_dir():
         raise CheckpointError(f"no such folder: {folder}")
     found = folder

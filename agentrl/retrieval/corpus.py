@@ -47,10 +47,7 @@ def parse_passage(record: Any, number: int) -> Passage:
 
 def scan(path: Path) -> Iterator[tuple[Passage, Place, int]]:
     """Every passage of a JSONL file, its place and its length in bytes.
-
-    Raises:
-        DataError: The file cannot be read, a line of it is no passage (named), or it has none.
-    """
+    Raises DataError: the file cannot be read, a line of it is no passage (named), or it has none."""
     number = -1
     for number, (place, length, record) in enumerate(json_lines(str(path))):
         yield _passage(record, number, place), place, length

@@ -25,10 +25,7 @@ _BLOCK = 65_536
 
 def sentence_encoder(model: str, *, batch_size: int = 64, device: str | None = None) -> Encoder:
     """An encoder from a sentence-transformers model, unit vectors.
-
-    Raises:
-        ConfigError: sentence-transformers is not installed.
-    """
+    Raises ConfigError: sentence-transformers is not installed."""
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:

@@ -40,11 +40,7 @@ class Retriever(Protocol):
         ...
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """At most ``topk`` hits a query, best first.
-
-        Raises:
-            InfraError: the retrieval service does not answer.
-        """
+        """At most ``topk`` hits a query, best first. Raises InfraError: the retrieval service does not answer."""
         ...
 
 
@@ -138,10 +134,7 @@ class HttpRetriever:
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """At most ``topk`` hits a query, best first.
-
-        Raises:
-            InfraError: no usable answer in time; the text says what the last attempt met.
-        """
+        Raises InfraError: no usable answer in time; the text says what the last attempt met."""
         payload: dict[str, Any] = {"queries": list(queries), "topk": topk, "return_scores": True}
         deadline, pause = time.monotonic() + self._wait, self._backoff
         problem = "no connection was free, the server is too slow for so many searches"

@@ -101,11 +101,8 @@ class BatchedReward(SharedReward):
         row: dict[str, Any] | None = None,
     ) -> Any:
         """The score of one episode, judged together with others.
-
-        Raises:
-            InfraError: ``score`` raised it.
-            EnvError: ``score`` raised anything else, took too long, or did not return one score an item.
-        """
+        Raises InfraError: ``score`` raised it.
+        Raises EnvError: ``score`` raised anything else, took too long, or did not return one score an item."""
         if self.max_batch < 1 or self.max_wait < 0 or self.timeout <= 0:
             raise ConfigError(
                 f"{type(self).__name__}: max_batch must be at least 1, max_wait at least 0 and timeout above 0, got "

@@ -40,9 +40,7 @@ def load(spec: str | RewardFunction | type) -> RewardFunction:
 
     Of a class, the process's one instance of it, made without arguments: all episodes share it.
 
-    Raises:
-        ConfigError: Unknown name (with the nearest one), not callable, or a class that needs arguments.
-    """
+    Raises ConfigError: unknown name (with the nearest one), not callable, or a class that needs arguments."""
     found = _find(spec)
     return _instance(found) if inspect.isclass(found) else found
 
@@ -103,10 +101,8 @@ def _parameters(function: Any) -> list[inspect.Parameter]:
 
 def _instance(cls: type) -> Any:
     """The instance of this process. Episodes that ask at the same time wait for one to be made.
-
-    Raises:
-        ConfigError: Its constructor raises, so no episode can ever be judged. InfraError and other errors of ours pass.
-    """
+    Raises ConfigError: its constructor raises, so no episode can ever be judged. InfraError and other errors of ours
+    pass."""
     with _making:
         if cls not in _instances:
             try:

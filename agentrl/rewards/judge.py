@@ -139,11 +139,8 @@ class Judge(SharedReward):
 
     async def __call__(self, text: str, answer: Any = None, *, row: dict[str, Any] | None = None) -> Any:
         """The score of one episode.
-
-        Raises:
-            InfraError: No answer, or none with a score in it.
-            ConfigError: The server will refuse every request (a wrong key, an unknown model).
-        """
+        Raises InfraError: no answer, or none with a score in it.
+        Raises ConfigError: the server will refuse every request (a wrong key, an unknown model)."""
         messages = self.messages(text, answer, row or {})
         key = self._key(messages)
         replies = await self._cache()

@@ -11,10 +11,7 @@ from agentrl.errors import EnvError, shown
 
 def reward_number(value: Any, where: str) -> float:
     """``value`` as a float: a number of Python, NumPy, torch or any other kind, or an array that holds one of them.
-
-    Raises:
-        EnvError: It is not one finite number; the text names ``where`` it came from.
-    """
+    Raises EnvError: it is not one finite number; the text names ``where`` it came from."""
     number = value if type(value) is float else _number(value)
     if number is not None and math.isfinite(number):
         return number

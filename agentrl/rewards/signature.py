@@ -23,10 +23,7 @@ def written_for_slime(function: Any) -> bool:
 
 def check_signature(function: Callable[..., Any] | type, name: str, named: Sequence[str]) -> None:
     """Refuses a reward function that a call with ``(text, answer)`` or ``(text)``, and some of ``named``, cannot reach.
-
-    Raises:
-        ConfigError: The text says how it is called.
-    """
+    Raises ConfigError: the text says how it is called."""
     call = function.__call__ if inspect.isclass(function) else function
     try:
         parameters = list(inspect.signature(call).parameters.values())[int(inspect.isclass(function)) :]

@@ -41,10 +41,7 @@ def _token_f1(text: str, gold: str) -> float:
 
 def answers(answer: Any) -> list[str]:
     """The answers that count as right: one, or each of a list.
-
-    Raises:
-        EnvError: the task has no answer that a text could equal: it is missing, NaN or an object.
-    """
+    Raises EnvError: the task has no answer that a text could equal: it is missing, NaN or an object."""
     given = list(answer) if isinstance(answer, (list, tuple)) else [answer]
     if any(one is None or one != one or isinstance(one, dict) for one in given):
         raise EnvError(f"the task's answer is {answer!r:.120}; text, a number or a list of them is expected.")

@@ -39,9 +39,7 @@ def fill(template: str, text: str, answer: Any, row: dict[str, Any], max_chars: 
     Placeholders are replaced all at once, so that none in a question or a response is; the response is marked off by
     a code made of its own content, which it therefore cannot contain.
 
-    Raises:
-        ConfigError: The prompt names a column that the task does not have.
-    """
+    Raises ConfigError: the prompt names a column that the task does not have."""
 
     def value(match: re.Match[str]) -> str:
         if match[1] == "response":
@@ -88,10 +86,7 @@ def _joined(value: Any) -> str:
 
 def compile_format(form: str) -> re.Pattern[str] | None:
     """The pattern of a format that is a regular expression; None for one of :data:`FORMATS`.
-
-    Raises:
-        ConfigError: It is neither, or has no group.
-    """
+    Raises ConfigError: it is neither, or has no group."""
     if form in FORMATS:
         return None
     try:

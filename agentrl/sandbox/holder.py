@@ -131,9 +131,7 @@ def open_to_others(folders: list[str]) -> None:
     Seen by this process and its children only: in a mount namespace of their own, an empty folder that anybody may
     walk through takes the place of the closed one, and holds nothing but ``folders``.
 
-    Raises:
-        OSError: this process may not mount.
-    """
+    Raises OSError: this process may not mount."""
     if not folders:
         return
     raise_if_failed(libc.unshare(CLONE_NEWNS))

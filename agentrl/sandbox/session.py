@@ -85,11 +85,8 @@ class Session:
 
     def run(self, code: str) -> Result:
         """Runs code and waits for its end.
-
-        Raises:
-            InfraError: the session is closed; or no interpreter can be started, and none has run any code yet. After
-                that, whatever fails is what the code left behind.
-        """
+        Raises InfraError: the session is closed; or no interpreter can be started, and none has run any code yet. After
+        that, whatever fails is what the code left behind."""
         with self._lock:
             if self._interpreter is not None and self._interpreter.owner != os.getpid():
                 self._drop()

@@ -218,10 +218,7 @@ class Sandbox:
 
 def resolve(tier: str, image: str | None = None) -> str:
     """The tier that ``tier`` means on this machine, found out by using it, once a process.
-
-    Raises:
-        ConfigError: unknown, or it does not work here; the text says why, and what to do.
-    """
+    Raises ConfigError: unknown, or it does not work here; the text says why, and what to do."""
     check_choice("sandbox", tier, TIERS)
     if sys.platform != "linux":
         raise ConfigError(f"the Python sandbox needs Linux, this is {sys.platform}: run agentrl in a Linux container.")

@@ -42,11 +42,7 @@ class Gateway:
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> int:
-        """Listen; returns the port.
-
-        Raises:
-            EngineError: the port is in use, or the address is none of this machine.
-        """
+        """Listen; returns the port. Raises EngineError: the port is in use, or the address is none of this machine."""
         app = web.Application(client_max_size=self._max_body)
         for method, path in ALLOWED:
             app.router.add_route(method, path, self._pass_on)

@@ -53,11 +53,8 @@ class Served:
 
 def serve(options: ServeOptions) -> None:
     """Serve until Ctrl-C or SIGTERM, which are the way to end it.
-
-    Raises:
-        ConfigError: no such model, or an address that would be open to others without a key.
-        EngineError: engines or router did not start, or cannot be kept running. No process is left by then.
-    """
+    Raises ConfigError: no such model, or an address that would be open to others without a key.
+    Raises EngineError: engines or router did not start, or cannot be kept running. No process is left by then."""
     key, is_new = _key(options)
     model = _model_folder(options)
     if options.port and not port_is_free(options.host, options.port):
@@ -147,10 +144,7 @@ _REASONING = {"gpt-oss": "gpt-oss", "kimi_k3": "kimi_k3", "minimax-m3": "minimax
 
 def parsers(options: ServeOptions, model: str) -> tuple[str | None, str | None]:
     """SGLang's tool-call parser and reasoning parser for the model: as asked for, or as its chat template is.
-
-    Raises:
-        ConfigError: no tokenizer or chat template there.
-    """
+    Raises ConfigError: no tokenizer or chat template there."""
     from agentrl.rollout.template.chat import ChatTemplate
     from agentrl.rollout.template.check import no_format
 

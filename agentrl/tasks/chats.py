@@ -39,10 +39,7 @@ class WrittenChat:
 
 def read_chats(source: str | os.PathLike[str]) -> list[WrittenChat]:
     """All conversations of a file, a folder or a glob of files, in order.
-
-    Raises:
-        DataError: there are none, or one is not of the form that it must have: the text names file and line.
-    """
+    Raises DataError: there are none, or one is not of the form that it must have: the text names file and line."""
     found = [checked_chat(row, place) for file in find_files(source) for place, row in read_records(file)]
     if not found:
         raise DataError(f"{os.fspath(source)!r} holds no conversation.")

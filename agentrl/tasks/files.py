@@ -152,10 +152,7 @@ def _saved_value(path: Path, key: str, default: list[Any] | None = None) -> list
 
 def read_records(file: TaskFile, choose: Choose = list) -> Iterator[tuple[Place, Record]]:
     """Every row of a file and where it stood.
-
-    Raises:
-        DataError: The file is not of its format; the text names the line where there are lines.
-    """
+    Raises DataError: the file is not of its format; the text names the line where there are lines."""
     if file.kind == "jsonl":
         yield from ((place, record) for place, _, record in json_lines(file.path))
         return

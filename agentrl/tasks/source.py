@@ -153,10 +153,7 @@ class TaskSource:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken.
-
-        Raises:
-            DataError: The split is of another size now, so positions in it mean other tasks.
-        """
+        Raises DataError: the split is of another size now, so positions in it mean other tasks."""
         for name in ("split", "num_tasks"):
             if state[name] != getattr(self, name):
                 raise DataError(

@@ -121,11 +121,7 @@ class TaskIndex:
         self.copies = copy_numbers(self.digests)
 
     def row(self, number: int) -> Row:
-        """The row with this number, counted from 0.
-
-        Raises:
-            DataError: It is not what it was when the index was made.
-        """
+        """The row with this number, counted from 0. Raises DataError: it is not what it was when the index was made."""
         entry = self.entries.fast_slice(number, 1).to_pylist()[0]
         digest = int(self.digests[number])
         path, _, _, kind, _ = self.versions[entry["file"]]
@@ -276,10 +272,7 @@ def _not_made(root: Path, error: Exception) -> AgentRLError:
 
 def spool(records: Iterable[tuple[str | None, object, Record]], columns: Columns, workers: int) -> TaskRows:
     """Rows of a function: written to a temporary folder that goes with this process, and indexed there.
-
-    Raises:
-        DataError: A row is wrong or cannot be written as JSON; the text says which.
-    """
+    Raises DataError: a row is wrong or cannot be written as JSON; the text says which."""
     root = _own_folder()
     files: dict[str | None, Any] = {}
     with contextlib.ExitStack() as stack:

@@ -81,11 +81,8 @@ class Guard:
 
     async def addresses(self, host: str) -> list[str]:
         """The addresses of a host, every one of them checked.
-
-        Raises:
-            AddressRefused: One of them may not be reached; a host with both kinds is no honest one.
-            OSError: The name has no address.
-        """
+        Raises AddressRefused: one of them may not be reached; a host with both kinds is no honest one.
+        Raises OSError: the name has no address."""
         found: Sequence[str] = (
             await self.resolver(host)
             if inspect.iscoroutinefunction(self.resolver)

@@ -139,10 +139,7 @@ class FetchTool(Tool):
 
     def allowed_url(self, url: str) -> httpx.URL:
         """The address, if by its form it may be fetched; what it resolves to is checked on connecting.
-
-        Raises:
-            ToolError: The text says what is wrong with it.
-        """
+        Raises ToolError: the text says what is wrong with it."""
         if len(url) > MAX_URL:
             _refuse(f"a URL has at most {MAX_URL} characters, this one has {len(url)}")
         try:
@@ -233,10 +230,7 @@ async def _unpacked(response: httpcore.Response, encoding: str, limit: int) -> t
 
 def page_text(page: Page) -> str:
     """A page as text: title and article of HTML, anything else as it is.
-
-    Raises:
-        ToolError: It is not text, whatever its type says.
-    """
+    Raises ToolError: it is not text, whatever its type says."""
     if b"\0" in page.body[:1000] and not page.body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         _refuse(f"{_named(page.url)} is not text")
     text = _decoded(page)

@@ -46,10 +46,7 @@ class Entry(NamedTuple):
 
 def split(path: str) -> tuple[str, ...]:
     """The components of a path relative to the folder; none for the folder itself.
-
-    Raises:
-        JailError: It is absolute, leads upwards, is too long, or cannot be a path.
-    """
+    Raises JailError: it is absolute, leads upwards, is too long, or cannot be a path."""
     if "\0" in path:
         raise JailError("a path has no null characters")
     try:
@@ -91,10 +88,7 @@ class Jail:
 
     def read(self, path: str, limit: int) -> tuple[bytes, int]:
         """The first ``limit`` bytes of a file, and its size.
-
-        Raises:
-            JailError: There is no such file, or it is not an ordinary one.
-        """
+        Raises JailError: there is no such file, or it is not an ordinary one."""
         parts = _named(path)
         with _explained(path), self._folder(parts[:-1]) as folder:
             descriptor = os.open(parts[-1], _READ, dir_fd=folder)
@@ -140,9 +134,7 @@ class Jail:
 
         Links and special files are left out. For the path of a file, that file.
 
-        Raises:
-            JailError: There is no such folder.
-        """
+        Raises JailError: there is no such folder."""
         parts = split(path)
         with _explained(path):
             if parts:

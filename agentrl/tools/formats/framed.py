@@ -83,11 +83,7 @@ class EnclosedParser(FramedParser):
 
     @abstractmethod
     def _calls(self, body: str, number: int) -> list[ToolCall]:
-        """The calls between :attr:`opening` and :attr:`closing`.
-
-        Raises:
-            Malformed: they have not the family's form.
-        """
+        """The calls between :attr:`opening` and :attr:`closing`. Raises Malformed: they have not the family's form."""
 
     def _read_calls(self, text: str, start: int, name: str, number: int) -> Read | None:
         close = text.find(self.closing, start)
@@ -205,11 +201,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def json_arguments(text: str) -> dict[str, Any]:
-    """The one JSON object in ``text``.
-
-    Raises:
-        Malformed: there is something else.
-    """
+    """The one JSON object in ``text``. Raises Malformed: there is something else."""
     value, end = read_json(text)
     if text[end:].strip():
         raise Malformed("text after the arguments: write one JSON object in each call")

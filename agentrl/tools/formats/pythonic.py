@@ -63,11 +63,7 @@ class PythonicParser(Parser):
 
 
 def python_calls(source: str, call_id: Callable[[int], str]) -> list[ToolCall]:
-    """The calls in a Python list of calls.
-
-    Raises:
-        Malformed: it is none.
-    """
+    """The calls in a Python list of calls. Raises Malformed: it is none."""
     parsed = _expression(source)
     if not isinstance(parsed, ast.List):
         raise Malformed("calls are a Python list of calls")
@@ -75,11 +71,7 @@ def python_calls(source: str, call_id: Callable[[int], str]) -> list[ToolCall]:
 
 
 def python_value(source: str) -> Any:
-    """The JSON value of a Python literal.
-
-    Raises:
-        Malformed: it is none.
-    """
+    """The JSON value of a Python literal. Raises Malformed: it is none."""
     return _literal(_expression(source))
 
 

@@ -56,10 +56,7 @@ def skip_space(text: str, start: int) -> int:
 
 def read_json(text: str, start: int = 0) -> tuple[Any, int]:
     """The JSON value at ``start``, white space aside, and the position after it.
-
-    Raises:
-        Malformed: no JSON there; a duplicate key; NaN, an infinity or a number too large for a float.
-    """
+    Raises Malformed: no JSON there; a duplicate key; NaN, an infinity or a number too large for a float."""
     try:
         space = _SPACE.match(text, start)
         return _DECODER.raw_decode(text, space.end() if space else start)
@@ -73,10 +70,7 @@ def read_json(text: str, start: int = 0) -> tuple[Any, int]:
 
 def read_arguments(value: Any, key: str = "arguments") -> dict[str, Any]:
     """The arguments of a call: an object, or, as in the OpenAI interface, a string that holds one.
-
-    Raises:
-        Malformed: neither, or nested deeper than :data:`MAX_DEPTH`. ``key`` is what the text calls it.
-    """
+    Raises Malformed: neither, or nested deeper than :data:`MAX_DEPTH`. ``key`` is what the text calls it."""
     if isinstance(value, str):
         try:
             value, end = read_json(text := value)
@@ -93,11 +87,7 @@ def read_arguments(value: Any, key: str = "arguments") -> dict[str, Any]:
 
 
 def read_name(value: dict[str, Any]) -> str:
-    """The name of the tool in a JSON call.
-
-    Raises:
-        Malformed: it has none.
-    """
+    """The name of the tool in a JSON call. Raises Malformed: it has none."""
     name = value.get("name")
     if not isinstance(name, str) or not name:
         raise Malformed('"name" must be the name of a tool')
@@ -105,11 +95,7 @@ def read_name(value: dict[str, Any]) -> str:
 
 
 def json_call(value: Any, call_id: str = "", key: str = "arguments") -> ToolCall:
-    """A call written as a JSON object of ``name`` and ``key``.
-
-    Raises:
-        Malformed: it is none.
-    """
+    """A call written as a JSON object of ``name`` and ``key``. Raises Malformed: it is none."""
     if not isinstance(value, dict):
         raise Malformed(f"a call is a JSON object, got {kind(value)}")
     return ToolCall(read_name(value), read_arguments(value.get(key, {}), key), call_id)

@@ -49,9 +49,7 @@ def load_questions(path: str) -> tuple[Row, ...]:
     A record holds ``question`` and the accepted answers under ``golden_answers``, ``answers`` or ``answer`` (a
     string or a list of strings), or is a row of Search-R1's own data (``reward_model.ground_truth.target``).
 
-    Raises:
-        DataError: the file is missing or empty, or a record is not a question; file and line are named.
-    """
+    Raises DataError: the file is missing or empty, or a record is not a question; file and line are named."""
     rows = []
     for place, record in (found for file in find_files(path) for found in read_records(file)):
         try:

@@ -121,9 +121,7 @@ class World:
         Any run of consecutive indices holds two-hop questions in the share asked for, and every path
         equally often among them.
 
-        Raises:
-            IndexError: ``index`` is outside ``range(NUM_QUESTIONS[split])``.
-        """
+        Raises IndexError: ``index`` is outside ``range(NUM_QUESTIONS[split])``."""
         if not 0 <= index < NUM_QUESTIONS[split]:
             raise IndexError(f"question index {index} of split {split!r}: expected 0 to {NUM_QUESTIONS[split] - 1}")
         two_hop_before = int(index * two_hop_share)
