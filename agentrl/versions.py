@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from agentrl.errors import ConfigError
 
 DISTRIBUTION = "agentrl-toolkit"
 """The project's name on a package index; the import and the command are ``agentrl``."""
@@ -27,6 +31,14 @@ PACKAGES = (
 def install_command(extra: str) -> str:
     """How to get what ``extra`` brings: from an index, or in a clone."""
     return f"pip install '{DISTRIBUTION}[{extra}]' (in a clone of it: pip install -e '.[{extra}]')"
+
+
+def imported(name: str, what: str, extra: str) -> ModuleType:
+    """An optional package, or a module of it. Raises ConfigError: ``what`` needs it, and how ``extra`` brings it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(f"{what} needs the package {name.partition('.')[0]}: {install_command(extra)}") from error
 
 
 def installed() -> dict[str, str]:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from agentrl.errors import ConfigError, DataError
+from agentrl.errors import DataError
 from agentrl.retrieval.corpus import Passage, scan
-from agentrl.versions import install_command
+from agentrl.versions import imported
 
 log = logging.getLogger(__name__)
 
@@ -178,11 +178,7 @@ def build_index(corpus: str | Path, index_dir: str | Path) -> None:
 
 
 def _tantivy() -> Any:
-    try:
-        import tantivy
-    except ImportError as error:
-        raise ConfigError(f"a corpus on disk needs the package tantivy: {install_command('retriever')}") from error
-    return tantivy
+    return imported("tantivy", "a corpus on disk", "retriever")
 
 
 def _identity(corpus: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Listens on loopback unless told otherwise, and then asks for a key.
 from __future__ import annotations
 
 import hmac
-import importlib.util
 import os
 import socket
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from agentrl.errors import ConfigError
 from agentrl.processes.network import is_loopback
 from agentrl.retrieval.bm25 import Hit, Index
 from agentrl.retrieval.retriever import KEY_VARIABLE, LocalRetriever, Retriever
-from agentrl.versions import install_command
+from agentrl.versions import imported
 
 MAX_BODY = 4 * 2**20
 """Bytes of a request; longer ones are answered 413."""
@@ -33,7 +32,8 @@ def create_app(retriever: Retriever, *, api_key: str | None = None, default_topk
     ``{"result": [[{"document": {"id", "contents"}, "score"}]]}``, or bare documents when scores are not wanted.
     Bad requests are answered 400 with ``{"error": text}``, a missing or wrong key 401.
     """
-    _check_installed()
+    for name in ("starlette", "uvicorn"):
+        imported(name, "serving retrieval", "retriever")
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.responses import JSONResponse
@@ -112,12 +112,6 @@ def make_server(app: Any) -> Any:
     import uvicorn
 
     return uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5))
-
-
-def _check_installed() -> None:
-    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"serving retrieval needs {' and '.join(missing)}: {install_command('retriever')}")
 
 
 def listen(host: str, port: int) -> socket.socket:

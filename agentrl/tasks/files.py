@@ -7,19 +7,17 @@ become a date and 1 beside 0.5 a 1.0, and with it another task. Nor does a plain
 from __future__ import annotations
 
 import glob
-import importlib
 import json
 import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from agentrl.errors import ConfigError, DataError
+from agentrl.errors import DataError
 from agentrl.jsonl import Place, Record, json_lines
-from agentrl.versions import install_command
+from agentrl.versions import imported
 
 Choose = Callable[[list[str]], list[str]]
 """Of the columns that a Parquet or Arrow file has, those that are read."""
@@ -156,7 +154,7 @@ def read_records(file: TaskFile, choose: Choose = list) -> Iterator[tuple[Place,
     if file.kind == "jsonl":
         yield from ((place, record) for place, _, record in json_lines(file.path))
         return
-    pyarrow = required("pyarrow.parquet", file.path)
+    pyarrow = imported("pyarrow.parquet", f"reading {file.path}", "data")
     try:
         if file.kind == "arrow":
             batches = arrow_table(file.path, choose).to_batches(max_chunksize=BATCH_ROWS)
@@ -174,7 +172,7 @@ def read_records(file: TaskFile, choose: Choose = list) -> Iterator[tuple[Place,
 
 def arrow_table(path: str, choose: Choose = list) -> Any:
     """An Arrow file as a table over mapped memory: nothing of it is read before it is asked for."""
-    pyarrow = required("pyarrow", path)
+    pyarrow = imported("pyarrow", f"reading {path}", "data")
     try:
         source = pyarrow.memory_map(path)
         try:
@@ -190,12 +188,3 @@ def unreadable(file: TaskFile, error: BaseException) -> DataError:
     """What to raise for a table that cannot be read."""
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return DataError(f"{file.path} is not a readable {file.kind.capitalize()} file: {reason}")
-
-
-def required(name: str, what: str) -> ModuleType:
-    """An optional package. Raises ConfigError that says how to install it, and that ``what`` needs it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        package = name.partition(".")[0]
-        raise ConfigError(f"{what}: reading it needs the package {package}: {install_command('data')}") from error

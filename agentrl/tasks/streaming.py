@@ -26,14 +26,8 @@ from agentrl.errors import AgentRLError, DataError, StorageError
 from agentrl.jsonl import Place, Record, json_lines, parse_line
 from agentrl.processes.warden import SCRATCH_ENV
 from agentrl.tasks.dataset import Columns, Row, TaskRows, copy_numbers, fingerprint, task_id
-from agentrl.tasks.files import (
-    BATCH_ROWS,
-    TaskFile,
-    Version,
-    arrow_table,
-    required,
-    unreadable,
-)
+from agentrl.tasks.files import BATCH_ROWS, TaskFile, Version, arrow_table, unreadable
+from agentrl.versions import imported
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +89,7 @@ class TaskIndex:
     """Arguments by which another process opens the same."""
 
     def __init__(self, folder: Path, versions: tuple[Version, ...], columns: Columns, workers: int) -> None:
-        datasets = required("datasets", versions[0][0])
+        datasets = imported("datasets", f"reading {versions[0][0]}", "data")
         datasets.disable_progress_bars()
         self.versions, self.columns = versions, columns
         self.tables = [None if v[3] == "jsonl" else _table(v, columns, folder) for v in versions]
@@ -149,12 +143,12 @@ def _table(version: Version, columns: Columns, folder: Path) -> Any:
     path, _, _, kind, _ = version
     if kind == "arrow":
         return arrow_table(path, columns.choose)
-    pyarrow, copy = required("pyarrow", path), folder / f"{_name(path)}.arrow"
+    pyarrow, copy = imported("pyarrow", f"reading {path}", "data"), folder / f"{_name(path)}.arrow"
     if not copy.exists():
         partial, pool = copy.with_suffix(f".{os.getpid()}.partial"), pyarrow.default_memory_pool()
         pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # others keep for long what was freed
         try:
-            source = required("pyarrow.parquet", path).ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
+            source = imported("pyarrow.parquet", path, "data").ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
             names = columns.choose(source.schema_arrow.names)
             schema = pyarrow.schema([source.schema_arrow.field(name) for name in names])
             folder.mkdir(parents=True, exist_ok=True)
