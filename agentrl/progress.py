@@ -132,11 +132,8 @@ class Progress:
         self.log(Text(f"[{clock(self.elapsed)}] {line}", style="bold"))
 
     def counted(self, done: int, total: int, away: str = "") -> None:
-        """How many episodes of the stage at hand have ended. Without a terminal, a line now and then.
-
-        Args:
-            away: the server for which those that have not begun wait.
-        """
+        """How many episodes of the stage at hand have ended. Without a terminal, a line now and then. ``away``: the
+        server for which those that have not begun wait."""
         self.detail = f"{done} of {total} episodes" if total else ""
         if away:
             self.detail += f", no more begin: {away}"
@@ -215,12 +212,8 @@ def when(step: int) -> str:
 
 
 def before_after(rows: list[tuple[str, dict[str, Any], dict[str, Any]]], steps: tuple[int, int]) -> Table:
-    """The closing table.
-
-    Args:
-        rows: held-out set, summary before, summary after (`EvalSummary.to_dict`).
-        steps: the steps after which the two were made.
-    """
+    """The closing table: of each held-out set the summaries (`EvalSummary.to_dict`) after the first and the last of
+    ``steps``."""
     start = "before" if steps[0] == 0 else when(steps[0])
     table = Table(title=f"Held-out tasks, {start} → {when(steps[1])}", title_justify="left")
     table.add_column("")

@@ -20,11 +20,7 @@ IN_REWARD, IN_LOSS = "k1", "low_var_kl"
 def kl_estimate(d: A, kind: str, expm1: Callable[[A], A]) -> A:
     """``k1`` = d, ``k2`` = d^2 / 2, ``k3`` = exp(-d) - 1 + d (http://joschu.net/blog/kl-approx.html), of the shape of
     ``d``. ``low_var_kl`` is k3 with d limited to [-20, 20] and the outcome to [-10, 10], so that one odd token cannot
-    take over a step.
-
-    Args:
-        expm1: numpy's or torch's.
-    """
+    take over a step. ``expm1``: numpy's or torch's."""
     if kind == "k1":
         return d
     if kind == "k2":

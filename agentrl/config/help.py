@@ -40,13 +40,8 @@ def _entry(option: Option, alias: str | None, width: int) -> str:
 
 
 def command_help(synopsis: str, intro: str, config_class: type) -> str:
-    """Help of a command whose options are the dataclass ``config_class``, group by group.
-
-    Args:
-        synopsis: What follows ``agentrl``.
-        intro: A paragraph on what the command does, with examples.
-        config_class: Declares the options.
-    """
+    """Help of a command whose options are the dataclass ``config_class``, group by group, after what follows
+    ``agentrl`` and a paragraph on what it does."""
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)
     aliases = {name: alias for alias, name in ALIASES.get(config_class.__name__, {}).items()}
     parts = [f"usage: agentrl {synopsis}", intro]

@@ -74,12 +74,8 @@ def megatron_field(given: str, name: str) -> Option | None:
 
 
 def problems(given: Mapping[str, Any], model: Model) -> Iterator[str]:
-    """What is wrong with options given for Megatron, one sentence each.
-
-    Args:
-        given: names with underscores -> values.
-        model: content of the checkpoint's ``config.json``, or transformers' ``config.to_dict()``.
-    """
+    """What is wrong with options ``given`` for Megatron (names with underscores), one sentence each. ``model``: content
+    of the checkpoint's ``config.json``, or transformers' ``config.to_dict()``."""
     fields = megatron_fields() or {}
     for name, value in given.items():
         flag = "--" + name.replace("_", "-")
@@ -103,14 +99,10 @@ def problems(given: Mapping[str, Any], model: Model) -> Iterator[str]:
 
 
 def layout_problems(given: Mapping[str, Any], parallel: ParallelOptions, layers: int | None) -> Iterator[str]:
-    """What is wrong with options given for Megatron where ranks share a model of so many layers, one sentence each.
+    """What is wrong with options given for Megatron, each of which may be set by itself, where ranks share a model of
+    so many layers (if that is known), one sentence each.
 
-    Megatron finds most of it too, but in each rank when it builds the model, or leaves an option without effect.
-
-    Args:
-        given: names with underscores -> values, of which each may be set by itself (:func:`problems`).
-        layers: of the model, where that is known.
-    """
+    Megatron finds most of it too, but in each rank when it builds the model, or leaves an option without effect."""
     flags = {name: _flag(name, value) for name, value in given.items()}
     wrong = [name for name, least in AT_LEAST.items() if name in given and given[name] < least]
     yield from (f"{flags[name]} is too small: it must be at least {AT_LEAST[name]}." for name in wrong)

@@ -49,14 +49,9 @@ def renamed(bare: str, known: Iterable[str]) -> str | None:
 
 
 def unknown_message(given: str, bare: str, candidates: Iterable[str], *, as_flag: bool) -> str:
-    """What to say of an unknown flag or key.
-
-    Args:
-        given: As the person wrote it, with where (``--lrr`` or ``run.toml: lrr``).
-        bare: The name in flag spelling without dashes.
-        candidates: All names that would be right, in the same spelling.
-        as_flag: Whether to suggest ``--name`` or ``name`` with underscores, as in a file.
-    """
+    """What to say of an unknown flag or key: ``given`` as the person wrote it, with where (``--lrr`` or ``run.toml:
+    lrr``), ``bare`` in flag spelling without dashes, as are the ``candidates``. ``as_flag``: suggest ``--name``, else
+    ``name`` with underscores, as in a file."""
     noun = "flag" if as_flag else "key"
     if bare in NOT_AVAILABLE:
         return f"{given}: not available yet: {NOT_AVAILABLE[bare]}."

@@ -143,14 +143,9 @@ class Option:
         return "a path" if self.is_path else _EXPECTED.get(self.kind, "a value")
 
     def read(self, value: Any, *, text: bool = False) -> Any:
-        """``value`` as the option holds it, the home folder for ``~`` in a path.
-
-        Args:
-            value: from a file, or one word of a command line, which is ``text``.
-
-        Raises:
-            ValueError: it is of another type, or no choice.
-        """
+        """``value``, from a file or as one word of a command line (``text``), as the option holds it; the home folder
+        for ``~`` in a path.
+        Raises ValueError: it is of another type, or no choice."""
         if self.nullable and (value is None or (text and str(value).lower() in ("none", "null"))):
             return None
         if self.kind in ("json", "any"):

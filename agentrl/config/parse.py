@@ -73,12 +73,8 @@ def _read(option: Option, source: str, value: Any, *, text: bool = False) -> Any
 
 
 def parse_flags(config_class: type, argv: Sequence[str]) -> tuple[Given, str | None]:
-    """Read the command line.
-
-    Returns:
-        What was given and the path behind ``--config``, if any. Unknown flags (with the nearest right one), missing
-        values and values of the wrong type are its ``problems``.
-    """
+    """Read the command line: what was given, and the path behind ``--config``, if any. Unknown flags (with the nearest
+    right one), missing values and values of the wrong type are its ``problems``."""
     given, config_file, position = Given(), None, 0
     while position < len(argv):
         word = argv[position]

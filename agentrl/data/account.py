@@ -52,11 +52,8 @@ class TaskAccount:
         self._given_back: deque[PendingGroup] = deque()
 
     def get_samples(self, num_samples: int) -> list[PendingGroup]:
-        """The next groups to play, now in flight: first what was given back, then new tasks.
-
-        Returns:
-            ``num_samples`` of them; fewer only when the source has no more tasks.
-        """
+        """The next ``num_samples`` groups to play, now in flight: first what was given back, then new tasks. Fewer only
+        when the source has no more."""
         pending = [self._given_back.popleft() for _ in range(min(num_samples, len(self._given_back)))]
         missing = num_samples - len(pending)
         if missing > 0:

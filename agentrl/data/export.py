@@ -11,17 +11,10 @@ from agentrl.errors import CheckpointError, ConfigError
 
 
 def export(run: str | Path, output_dir: str | Path, *, checkpoint: str = "newest") -> Path:
-    """Copy the model of a run's checkpoint; it is in the checkpoint already, so no Megatron is started.
-
-    Args:
-        run: run folder, or one checkpoint of it.
-        output_dir: folder to make; the copy appears under this name only when it is complete.
-        checkpoint: ``newest`` (the newest complete one), ``best``, or a number of rollouts.
-
-    Raises:
-        ConfigError: ``output_dir`` holds something already.
-        CheckpointError: there is no such complete checkpoint.
-    """
+    """Copy the model of a run's checkpoint (``newest``, ``best``, or a number of rollouts) to a new folder, where it
+    appears only when it is complete. It is in the checkpoint already, so no Megatron is started.
+    Raises ConfigError: ``output_dir`` holds something already.
+    Raises CheckpointError: there is no such complete checkpoint."""
     target = Path(output_dir)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"--output-dir {output_dir} holds something already; give a new folder")

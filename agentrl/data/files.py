@@ -247,14 +247,9 @@ def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def read_jsonl(path: Path, *, damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
-    """The records of a JSONL file; an unfinished last line is passed over.
-
-    Args:
-        damaged: Where given, a line that cannot be read is named in it and passed over.
-
-    Raises:
-        DataError: A line in the middle is not a JSON object; the text names file and line.
-    """
+    """The records of a JSONL file; an unfinished last line is passed over, and where ``damaged`` is given each line
+    that cannot be read is, too, and named there.
+    Raises DataError: a line in the middle is not a JSON object; the text names file and line."""
     with path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.endswith(b"\n"):

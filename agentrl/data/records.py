@@ -92,11 +92,8 @@ def _message(row: Mapping[str, Any]) -> Message:
 
 
 def from_record(record: Mapping[str, Any], *, segments: bool = True) -> Trajectory:
-    """Inverse of :func:`to_record`; array fields may be lists or numpy arrays, JSON fields text or objects.
-
-    Args:
-        segments: False leaves the tokens out.
-    """
+    """Inverse of :func:`to_record`, without tokens if so asked; array fields may be lists or numpy arrays, JSON fields
+    text or objects."""
     free = {name: json.loads(record[name]) if isinstance(record[name], str) else record[name] for name in JSON_FIELDS}
     free["messages"] = [_message(row) for row in free["messages"]]
     task = Task(record["task_id"], record["task_seed"], record["task_split"], free["task_options"], record["env"])

@@ -237,12 +237,8 @@ class RunDir(Generic[AnyConfig]):
     # -- metrics -------------------------------------------------------------------------------
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line to ``metrics.jsonl`` and hand the scalars to TensorBoard and wandb.
-
-        Args:
-            step: Rollouts done.
-            metrics: Name -> number. NaN and infinities are written as null, and not handed on.
-        """
+        """Append one line to ``metrics.jsonl``, after ``step`` rollouts, and hand the scalars to TensorBoard and wandb.
+        NaN and infinities are written as null, and not handed on."""
         values = {name: float(value) for name, value in metrics.items()}
         if self._metrics is None:
             self._metrics = JsonLines(self.path / "metrics.jsonl")

@@ -77,14 +77,8 @@ class WandB:
 def plot_reward(
     path: Path, rewards: Sequence[tuple[int, float]], held_out: Mapping[str, Sequence[tuple[int, float]]], *, title: str
 ) -> None:
-    """Draw the training reward of each step and held-out success points into a PNG.
-
-    Args:
-        path: File to write, atomically.
-        rewards: ``(step, mean reward)``.
-        held_out: Set name -> ``(step, success rate)``.
-        title: Heading.
-    """
+    """Draw the training ``(step, mean reward)`` and, by set, held-out ``(step, success rate)`` into a PNG,
+    atomically."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

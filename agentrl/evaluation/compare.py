@@ -84,16 +84,9 @@ class SetComparison:
 def compare(
     a: EvalResult, b: EvalResult, *, sets: Sequence[str] = (), intersect: bool = False, force: bool = False
 ) -> list[SetComparison]:
-    """Compare the sets that both evaluations have.
-
-    Args:
-        sets: those to compare; empty for all.
-        intersect: where task sets differ, compare the tasks of both.
-        force: compare although environment, code or data have changed.
-
-    Raises:
-        DataError: there is nothing that can be compared; the text says what differs.
-    """
+    """Compare ``sets``, or all that both evaluations have. ``intersect``: where their tasks differ, those of both.
+    ``force``: although environment, code or data have changed.
+    Raises DataError: there is nothing that can be compared; the text says what differs."""
     both = [name for name in a.sets if name in b.sets]
     if not both:
         b, both = _renamed(a, b)

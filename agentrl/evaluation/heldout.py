@@ -48,15 +48,8 @@ class _Wanted:
 
 
 def held_out_sets(cfg: Config | EvalConfig, *, split: str = "test") -> list[HeldOutSet]:
-    """The split of each environment, then each ``--eval-prompt-data``.
-
-    Args:
-        cfg: ``Config`` or ``EvalConfig``.
-        split: split of the environments; the files of ``--eval-prompt-data`` are held out whole.
-
-    Raises:
-        ConfigError: there is nothing to evaluate on, a named task is not there, or two sets have one name.
-    """
+    """That split of each environment, then each ``--eval-prompt-data``, whose files are held out whole.
+    Raises ConfigError: there is nothing to evaluate on, a named task is not there, or two sets have one name."""
     wanted = [*_environments(cfg, split), *_files(cfg)]
     names = [w.name for w in wanted]
     if len(set(names)) != len(names):
@@ -181,15 +174,8 @@ async def run_set(
     tag: str,
     on_episode: Callable[[Trajectory], None] | None = None,
 ) -> tuple[EvalSummary, list[Trajectory]]:
-    """Play every task of a set ``samples`` times.
-
-    Args:
-        runner: over the set's environment.
-        held_out: the set.
-        samples: episodes a task.
-        tag: prefix of the group ids, unique in the run.
-        on_episode: called with each trajectory as it ends.
-    """
+    """Play every task of a set ``samples`` times, in a ``runner`` over its environment. ``tag``: prefix of the group
+    ids, unique in the run. ``on_episode`` is called with each trajectory as it ends."""
     started = time.monotonic()
     groups = await together(
         runner.run_group(task, samples, f"{tag}-{index:06d}", on_trajectory=on_episode)

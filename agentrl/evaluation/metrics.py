@@ -185,11 +185,8 @@ def sampled_tokens(trajectory: Trajectory) -> int:
 def summarize(
     name: str, split: str, trajectories: Sequence[Trajectory], seconds: float, *, planned: int = 0
 ) -> EvalSummary:
-    """Reduce the trajectories of one held-out set.
-
-    Args:
-        planned: episodes that were asked for; 0: those that are there.
-    """
+    """Reduce the trajectories of one held-out set, of which ``planned`` episodes were asked for (0: those that are
+    there)."""
     episodes = by_episode(trajectories)
     scored = [e for e in episodes if not is_error(e)]
     success = by_task(scored, lambda e: float(solved(e)))

@@ -90,17 +90,10 @@ def model_digest(folder: Path) -> str:
 async def open_policy(
     cfg: EvalConfig, model: str | None, *, logs: Path, environments: Sequence[tuple[str, dict[str, Any]]] = ()
 ) -> AsyncIterator[Policy]:
-    """Start engines with ``model``, or connect to ``--base-url``; ends with everything stopped.
-
-    Args:
-        model: HF folder; None: the server has the model.
-        logs: folder for what engines and router write.
-        environments: what the policy is to act in; the model's chat template is tried out with them.
-
-    Raises:
-        AgentRLError: engines do not start, or no server answers.
-        ConfigError: an environment has tools, and calls cannot be read as the model's chat template writes them.
-    """
+    """Start engines with the HF folder ``model``, or connect to ``--base-url`` (None); ends with everything stopped.
+    The model's chat template is tried out with the ``environments``.
+    Raises AgentRLError: engines do not start, or no server answers.
+    Raises ConfigError: an environment has tools, and calls cannot be read as the model's chat template writes them."""
     if model is None:
         from agentrl.rollout.policies.openai import open_server
 

@@ -85,11 +85,8 @@ class Report:
             progress.log(part)
 
     def shortcomings(self, tolerated: float) -> list[str]:
-        """Why the evaluation is not to be taken for a whole one, in sentences; empty when it is.
-
-        Args:
-            tolerated: share of the episodes that may have ended for reasons of infrastructure.
-        """
+        """Why the evaluation is not to be taken for a whole one, in sentences; empty when it is. ``tolerated``: share
+        of the episodes that may have ended for reasons of infrastructure."""
         last = f"; the last: {self.last_error}" if self.last_error else ""
         found = []
         for name, s in self.sets.items():

@@ -53,15 +53,10 @@ class NotRescored(Exception):
 
 
 def rescore(cfg: EvalConfig) -> int:
-    """Score the episodes in ``--output-dir`` anew, into the folder ``rescored-<n>`` in it; the old files stay.
-
-    Returns:
-        The exit code: 0 when every episode that has a score was scored anew, else 1.
-
-    Raises:
-        DataError: the folder holds no evaluation.
-        ConfigError: the rewards named cannot be used.
-    """
+    """Score the episodes in ``--output-dir`` anew, into the folder ``rescored-<n>`` in it; the old files stay. Exit
+    code 0 when every episode that has a score was scored anew, else 1.
+    Raises DataError: the folder holds no evaluation.
+    Raises ConfigError: the rewards named cannot be used."""
     result = load(str(cfg.output_dir))
     about = result.record.get("evaluation", {}).get("sets")
     if not about or set(result.sets) - set(about):

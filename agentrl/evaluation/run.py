@@ -244,15 +244,10 @@ class Session:
                 self.warnings += policy.notes
 
     async def _play_set(self, held_out: HeldOutSet, policy: Policy, lines: JsonLines, reason: str | None) -> str | None:
-        """Play the open episodes of a set; those that run when no more may start are played to their end.
-
-        Returns:
-            Why no further episode starts; None where there is no reason.
-
-        Raises:
-            EngineError: no engine is left.
-            ConfigError: what is asked for cannot work at all (a key that the server refuses, say).
-        """
+        """Play the open episodes of a set; those that run when no more may start are played to their end. Returns why
+        no further one starts; None where there is no reason.
+        Raises EngineError: no engine is left.
+        Raises ConfigError: what is asked for cannot work at all (a key that the server refuses, say)."""
         from agentrl.rollout.worker import EpisodeRunner, unless_broken
 
         cfg = self.cfg

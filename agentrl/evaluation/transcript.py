@@ -52,16 +52,9 @@ class Episode:
 def select(
     result: EvalResult, *, set: str | None = None, task: str | None = None, failed: bool = False
 ) -> list[Episode]:
-    """The episodes that are asked for, in the order they were stored.
-
-    Args:
-        set: of one held-out set only.
-        task: of one task only: its id, or the end of it behind a ``/``.
-        failed: only those that were not solved.
-
-    Raises:
-        DataError: no such set or task.
-    """
+    """The episodes of one ``set``, of one ``task`` (its id, or the end of it behind a ``/``), not solved, as asked for,
+    in the order they were stored.
+    Raises DataError: no such set or task."""
     if set is not None and set not in result.sets:
         raise DataError(f"{result.path} has no set {set!r}; it has {', '.join(result.sets)}.")
     episodes = [
@@ -126,12 +119,8 @@ def _model_folder(config: dict[str, Any]) -> Path | None:
 
 
 def render(episode: Episode, *, decode: Decode | None = None, boundaries: bool = False) -> Iterator[Text]:
-    """The lines of an episode, top to bottom.
-
-    Args:
-        decode: shows what the model saw and wrote, where tokens are stored; None shows messages.
-        boundaries: mark where a token ends.
-    """
+    """The lines of an episode, top to bottom. ``decode`` shows what the model saw and wrote, where tokens are stored,
+    with ``boundaries`` where each ends; None shows messages."""
     several = len(episode.trajectories) > 1
     for trajectory in episode.trajectories:
         agent = f" · {trajectory.agent}" if several else ""

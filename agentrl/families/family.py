@@ -128,14 +128,9 @@ class Family:
     output_norms: bool = False
 
     def source(self, name: str) -> Source:
-        """Where Megatron's parameter ``name`` comes from.
-
-        Args:
-            name: with numbers of the whole model: ``decoder.layers.3.mlp.experts.17.linear_fc1.weight``.
-
-        Raises:
-            KeyError: the family has no such parameter.
-        """
+        """Where Megatron's parameter ``name`` comes from, with numbers of the whole model:
+        ``decoder.layers.3.mlp.experts.17.linear_fc1.weight``.
+        Raises KeyError: the family has no such parameter."""
         if not (found := _LAYER.fullmatch(name)):
             return _OUTSIDE[name]
         number, rest = found.groups()

@@ -48,11 +48,8 @@ def known(model_type: str | None) -> frozenset[str]:
 
 
 def not_computed(model: Model) -> Iterator[str]:
-    """What this ``config.json`` asks for that the trainer does not compute; a sentence each, without a full stop.
-
-    Args:
-        model: the file's content, or transformers' ``config.to_dict()``.
-    """
+    """What this ``config.json``, or transformers' ``config.to_dict()``, asks for that the trainer does not compute; a
+    sentence each, without a full stop."""
     kind = model.get("model_type")
     if kind is not None and kind not in MODULES:
         yield f"model_type {kind!r} cannot be trained; supported: {', '.join(MODULES)}"

@@ -71,14 +71,9 @@ def _find(spec: Any) -> Any:
 
 
 def resolve(rewards: Any) -> list[tuple[float, RewardFunction | type]]:
-    """What a :class:`RewardSet` takes, as pairs of weight and function or class. No model is loaded to look at it.
-
-    Args:
-        rewards: A function, class or name; ``(weight, reward)``, which JSON gives as a list; or a list of such.
-
-    Raises:
-        ConfigError: As of :func:`load`.
-    """
+    """What a :class:`RewardSet` takes (a function, class or name; ``(weight, reward)``, which JSON gives as a list; or
+    a list of such) as pairs of weight and function or class. No model is loaded to look at it. Raises ConfigError as
+    :func:`load`."""
     if isinstance(rewards, (tuple, list)) and len(rewards) == 2 and isinstance(rewards[0], (int, float)):
         return [(float(rewards[0]), _find(rewards[1]))]
     if isinstance(rewards, (list, tuple)):

@@ -127,13 +127,8 @@ class Judge(SharedReward):
             raise ConfigError(f"{title}: scale must be two different numbers, got {self.scale!r}.")
 
     def messages(self, text: str, answer: Any, row: dict[str, Any]) -> list[Message]:
-        """The request about one episode; override it for a form of your own.
-
-        Args:
-            text: The model's final text.
-            answer: The task's answer.
-            row: The task.
-        """
+        """The request about one episode, by its final text, the answer and the task; override it for a form of your
+        own."""
         request = [Message(role="user", content=fill(self.prompt, text, answer, row, self.max_chars))]
         return [Message(role="system", content=self.system_prompt), *request] if self.system_prompt else request
 

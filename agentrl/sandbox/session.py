@@ -234,11 +234,8 @@ class Interpreter:
             self.holder.returncode = self.holder.returncode or 0  # for `Popen`, which would report a running child
 
     def _converse(self, request: bytes, seconds: float) -> tuple[str, dict[str, Any]]:
-        """Sends a request and waits for its reply; takes what is printed meanwhile.
-
-        Returns:
-            ``ok`` and the reply; or ``timeout``, ``output``, ``exited``, and nothing.
-        """
+        """Sends a request and waits for its reply; takes what is printed meanwhile. Gives ``ok`` and the reply; or
+        ``timeout``, ``output``, ``exited``, and nothing."""
         deadline = time.monotonic() + seconds
         waiting, received = memoryview(request), bytearray()
         poller = select.poll()

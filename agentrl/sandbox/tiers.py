@@ -103,11 +103,8 @@ class Sandbox:
     image: str | None = None
 
     def plan(self, mark: str) -> dict[str, Any]:
-        """What the holder of one interpreter is told, but for who calls it; see :func:`.holder.main`.
-
-        Args:
-            mark: name of the interpreter, unique on this machine.
-        """
+        """What the holder of one interpreter is told, but for who calls it (:func:`.holder.main`). ``mark``: its name,
+        unique on this machine."""
         plan: dict[str, Any] = {"uid": None, "folder": None, "open": [], "stop": None}
         plan["environment"] = self.environment(mark)
         tiers = {"process": self._process, "bubblewrap": self._bubblewrap, "container": self._container}

@@ -191,15 +191,9 @@ def _function_rows(
 
 
 def collect(records: Iterable[tuple[str | None, object, Record]], columns: Columns, what: str) -> TaskRows:
-    """All rows in memory.
-
-    Args:
-        records: Split (None: yet to be split), place and content of each; a split's rows stand together.
-        what: Their source, for messages.
-
-    Raises:
-        DataError: No rows, or a wrong one.
-    """
+    """All rows in memory. ``records``: split (None: yet to be split), place and content of each; a split's rows stand
+    together. ``what``: their source, for messages.
+    Raises DataError: no rows, or a wrong one."""
     rows: list[Row] = []
     digests: list[int] = []
     buckets: list[int] = []
@@ -391,17 +385,9 @@ def task_function(source: Source) -> Callable[..., Any] | None:
 def function_records(
     function: Callable[..., Iterable[Any]], columns: Columns, seed: int
 ) -> Iterator[tuple[str | None, str, Record]]:
-    """The rows of a function: split, place and content of each.
-
-    Args:
-        function: Called with what it takes by name of ``split`` and ``seed``. With ``split``, it is called for
-            ``train`` and for ``test``. It yields dicts, ``(prompt, answer)`` or prompts, and comes to an end.
-        columns: Says under which keys prompt and answer are in a dict.
-        seed: For a function that takes it.
-
-    Raises:
-        DataError: It yields something else; the text says which row.
-    """
+    """Split, place and content of each row of a function, which is called with what it takes by name of ``split`` (then
+    for ``train`` and for ``test``) and ``seed``, and yields dicts, ``(prompt, answer)`` or prompts.
+    Raises DataError: it yields something else; the text says which row."""
     takes, name = inspect.signature(function).parameters, _name_of(function)
     for p in takes.values():
         free = p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)

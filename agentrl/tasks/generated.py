@@ -62,17 +62,9 @@ class GeneratedTasks(Sequence[Row]):
 def own_tasks(
     train_data: str | Path | None, test_data: str | Path | None, input_key: str, label_key: str
 ) -> dict[str, Sequence[Row]]:
-    """The user's tasks by split, where some are given.
-
-    Args:
-        train_data: task data in any form that :func:`agentrl.load_tasks` takes; None for no such split.
-        test_data: the same.
-        input_key: column of the prompt.
-        label_key: column of the answer; every row needs one.
-
-    Raises:
-        DataError: a file cannot be used, or an answer is missing; the text names the file.
-    """
+    """The user's tasks by split, in any form that :func:`agentrl.load_tasks` takes; None for no such split. Every row
+    needs an answer.
+    Raises DataError: a file cannot be used, or an answer is missing; the text names the file."""
     columns = Columns(input_key, label_key, keep=("category",))
     tasks: dict[str, Sequence[Row]] = {"train": (), "test": ()}
     for split, data in (("train", train_data), ("test", test_data)):

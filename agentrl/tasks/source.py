@@ -53,12 +53,8 @@ def check_split(splits: Sequence[str], split: str, env: str) -> None:
 
 
 def _task(env: str, split: str, index: int, seed: tuple[str, int], own: str | None) -> Task:
-    """Task ``index`` of a split. One that has an id of its own has its seed by that, wherever it stands.
-
-    Args:
-        seed: Stream and seed of :func:`task_seed`.
-        own: Its id, see :meth:`agentrl.Env.id_of_task`.
-    """
+    """Task ``index`` of a split. One that has an id of its ``own`` (:meth:`agentrl.Env.id_of_task`) has its seed by
+    that, wherever it stands. ``seed``: stream and seed of :func:`task_seed`."""
     number = index if own is None else int(hashlib.sha256(own.encode()).hexdigest()[:16], 16)
     return Task(
         task_id=f"{env_label(env)}/{split}/{index}" if own is None else own,
@@ -170,18 +166,10 @@ def drawn_held_out_task(spec: str, split: str, number: int) -> Task:
 
 
 def held_out_tasks(spec: str, env: Any, *, split: str = "test", limit: int | None = None) -> list[Task]:
-    """The fixed list of held-out tasks: the same for every run, seed and machine.
-
-    Args:
-        spec: Spec of the environment.
-        env: An instance of it.
-        split: Split to take them from.
-        limit: At most so many; required for an unlimited split. A finite split is thinned by a fixed shuffle.
-
-    Raises:
-        ConfigError: No such split, or an unlimited one without a limit.
-        DataError: The split is empty.
-    """
+    """The fixed list of held-out tasks of a split of ``env``, which ``spec`` names: the same for every run, seed and
+    machine. At most ``limit``, which an unlimited split needs; a finite one is thinned by a fixed shuffle.
+    Raises ConfigError: no such split, or an unlimited one without a limit.
+    Raises DataError: the split is empty."""
     check_split(env.splits, split, f"Environment {spec!r}")
     available = env.num_tasks(split)
     if available is None:

@@ -210,19 +210,10 @@ def _located(
 
 @functools.lru_cache(maxsize=16)
 def open_files(versions: tuple[Version, ...], columns: Columns, workers: int, cache_dir: str | None) -> TaskRows:
-    """The rows of files, by an index in the cache or a new one.
-
-    Args:
-        versions: The files as they are now, in order.
-        columns: Which columns become which entries.
-        workers: Processes that make the index.
-        cache_dir: Where indexes are kept; None for the user's cache folder, or, where that cannot be written, a
-            temporary folder that goes with this process.
-
-    Raises:
-        DataError: A row is wrong; the text names file and line.
-        StorageError: ``cache_dir`` cannot be written.
-    """
+    """The rows of files as they are now, in order, by an index in ``cache_dir`` or a new one. None is the user's cache
+    folder, or, where that cannot be written, a temporary folder that goes with this process.
+    Raises DataError: a row is wrong; the text names file and line.
+    Raises StorageError: ``cache_dir`` cannot be written."""
     root = _cache_root(cache_dir)
     name = _name([FORMAT, [version[0] for version in versions], asdict(columns)])
     folder = root / f"{name}-{_name(versions)}"

@@ -18,15 +18,10 @@ DEFAULT_SPLIT = "test"
 def read_task_list(
     tasks: Mapping[str, Sequence[Any]] | Sequence[Any] | str | os.PathLike[str],
 ) -> dict[str, list[dict[str, Any]]]:
-    """Tasks by split, checked.
-
-    Args:
-        tasks: Tasks by split; or a list, or the path of a JSON Lines file, of tasks that name their ``split``.
-
-    Raises:
-        ConfigError: There are none, or one is not of the form that it must have.
-        DataError: The same of a file; the text names the line.
-    """
+    """Tasks by split, checked. Given by split; or as a list, or the path of a JSON Lines file, of tasks that name their
+    ``split``.
+    Raises ConfigError: there are none, or one is not of the form that it must have; DataError of a file, which names
+    the line."""
     error: type[ConfigError] | type[DataError] = ConfigError
     given: Iterable[tuple[object, str | None, Any]]
     if isinstance(tasks, (str, os.PathLike)):

@@ -30,12 +30,8 @@ class ActionError(ValueError):
 
 
 def names_of_actions(env: gymnasium.Env[Any, Any], name: str) -> tuple[str, ...] | None:
-    """Names of a discrete environment's actions, where it or Gymnasium's documentation says them.
-
-    Args:
-        env: The unwrapped environment.
-        name: Its id without namespace and version.
-    """
+    """Names of the actions of a discrete environment, unwrapped, where it says them, or Gymnasium's documentation of
+    ``name``, its id without namespace and version."""
     space = env.action_space
     if not isinstance(space, spaces.Discrete):
         return None
@@ -93,12 +89,8 @@ def observation_size(space: spaces.Space[Any]) -> int | None:
 
 
 def observation_words(value: Any, names: Sequence[str] | None = None) -> str:
-    """An observation as text, floats with four digits.
-
-    Args:
-        value: Of a discrete, box, multi-discrete or text space, or a tuple or dict of such.
-        names: What its numbers mean, one name each; left out where the count does not fit.
-    """
+    """An observation as text, floats with four digits. ``names``: what its numbers mean; left out where the count does
+    not fit."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {observation_words(part)}" for key, part in value.items())
     if isinstance(value, str):
@@ -144,16 +136,9 @@ def without_colors(text: str) -> tuple[str, bool]:
 
 
 def parse_action(text: str, space: spaces.Space[Any], names: Sequence[str] | None = None) -> Any:
-    """The action that ``text`` names: what follows the last ``action:``, else the last line, else all of it.
-
-    Args:
-        text: What the model wrote, without reasoning.
-        space: A discrete, multi-discrete, multi-binary, box or text space.
-        names: Names of a discrete space's actions.
-
-    Raises:
-        ActionError: No action, several, or one outside the space.
-    """
+    """The action of ``space`` that the text of a turn names: what follows the last ``action:``, else the last line,
+    else all of it. ``names``: of a discrete space's actions.
+    Raises ActionError: no action, several, or one outside the space."""
     named = list(_NAMED.finditer(text))
     said = text[named[-1].end() :] if named else text
     if isinstance(space, spaces.Text):

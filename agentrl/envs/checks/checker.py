@@ -117,15 +117,8 @@ def check_env(env: str | type[Env] | Callable[..., Any] | gymnasium.Env[Any, Any
 
 
 def run_checks(make: Make, starting: Callable[[str], object] = str) -> Iterator[CheckResult]:
-    """The checks one after another, each as it ends.
-
-    Args:
-        make: Makes the environment.
-        starting: Called with the name of each before it starts.
-
-    Raises:
-        AgentRLError: The environment cannot be made, for a reason of ours.
-    """
+    """The checks one after another, each as it ends; ``starting`` is called with the name of each before.
+    Raises AgentRLError: the environment cannot be made, for a reason of ours."""
     try:
         made = make()
         try:

@@ -16,13 +16,8 @@ _WORDS = ("", "a", "hello world", "7", "-1", "3.5", "naïve 你好", "null \0 by
 
 
 def fuzz_actions(tools: Sequence[dict[str, Any]], call_format: str, rng: np.random.Generator) -> list[str]:
-    """Calls of the tools with arguments drawn by their schemas, right and wrong, then :data:`MALFORMED`.
-
-    Args:
-        tools: OpenAI function schemas; none in a tag format.
-        call_format: Of the environment.
-        rng: Decides on the arguments.
-    """
+    """Calls of the ``tools`` (none in a tag format) with arguments drawn by their schemas, right and wrong, then
+    :data:`MALFORMED`."""
     actions: list[str] = []
     for tool in tools:
         function = tool.get("function", {})

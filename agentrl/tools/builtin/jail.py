@@ -99,14 +99,9 @@ class Jail:
                 return file.read(limit), state.st_size
 
     def write(self, path: str, data: bytes) -> int:
-        """Writes a file, and the folders it is in; a reader sees the old content or the new, never half of it.
-
-        Returns:
-            How many folders were made.
-
-        Raises:
-            JailError: The name is taken by something that is not an ordinary file.
-        """
+        """Writes a file, and the folders it is in, of which it returns how many were made; a reader sees the old
+        content or the new, never half of it.
+        Raises JailError: the name is taken by something that is not an ordinary file."""
         parts = _named(path)
         made: list[tuple[str, int]] = []
         with _explained(path), contextlib.ExitStack() as stack:

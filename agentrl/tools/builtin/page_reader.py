@@ -26,18 +26,10 @@ _starting = threading.Lock()
 
 
 def read_page(url: str, content_type: str, body: bytes, seconds: float) -> str:
-    """The text of a page.
-
-    Args:
-        url: Where it is from, for errors.
-        content_type: As its server gave it.
-        body: The page itself.
-        seconds: Until the text must be here.
-
-    Raises:
-        ToolError: It is not text, or takes too long.
-        TimeoutError: It is not here in time.
-    """
+    """The text of a page, which must be here in ``seconds``. ``url`` is for errors, ``content_type`` as its server gave
+    it.
+    Raises ToolError: it is not text, or takes too long.
+    Raises TimeoutError: it is not here in time."""
     cpu_seconds = max(1, round(CPU_SHARE * seconds))
     head = {"url": url, "content_type": content_type, "cpu_seconds": cpu_seconds}
     ours, theirs = socket.socketpair()

@@ -141,13 +141,8 @@ class Parser(ABC):
         return _CALL_IDS[number]
 
     def _scan(self, text: str, openings: Mapping[str, str], bare: re.Pattern[str] | None = None) -> Parsed:
-        """One pass from left to right over reasoning blocks and calls.
-
-        Args:
-            text: The turn.
-            openings: Opening tag of a call to its name.
-            bare: What a call without opening tag starts with, at the start of what is said.
-        """
+        """One pass from left to right over reasoning blocks and calls. ``openings``: opening tag of a call to its name.
+        ``bare``: what a call without one starts with, at the start of what is said."""
         if not text.isascii():
             text = clean_text(text)
         pattern = _any_of((_OPEN, _CLOSE, *openings))

@@ -12,15 +12,9 @@ _JSON_KINDS = frozenset([*_KINDS.values(), "null"])
 
 
 def typed(text: str, schema: Any, root: Any = None) -> Any:
-    """The value that ``text`` stands for.
-
-    Text stays as it was written where the schema takes text alone, and where it is nothing that the schema
-    takes: then the tool's own check says what is wrong with it.
-
-    Args:
-        schema: the argument's; None when there is none.
-        root: the schema that holds the definitions which ``schema`` refers to.
-    """
+    """The value that ``text`` stands for by the argument's ``schema``, whose definitions are in ``root``. Text stays as
+    it was written where the schema takes text alone, and where it is nothing that the schema takes: then the tool's own
+    check says what is wrong with it."""
     kinds = kinds_of(schema, root)
     if kinds == {"string"}:
         return text
