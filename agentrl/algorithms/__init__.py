@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import TYPE_CHECKING
 
 from agentrl.algorithms.base import Algorithm, trainable, zero_variance_fraction
@@ -19,7 +18,7 @@ from agentrl.algorithms.ppo import PPO
 from agentrl.algorithms.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from agentrl.algorithms.rloo import RLOO
 from agentrl.algorithms.sft import SFT
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, did_you_mean
 from agentrl.loading import is_spec, load_object
 
 if TYPE_CHECKING:
@@ -41,10 +40,9 @@ def load_algorithm(options: AlgorithmOptions) -> Algorithm:
     if not is_spec(given):
         if given in ALGORITHMS:
             return ALGORITHMS[given](options)
-        near = difflib.get_close_matches(given, ALGORITHMS, n=1)
         raise ConfigError(
             f"--advantage-estimator {given!r}: expected one of {', '.join(ALGORITHMS)}, or a class of your own as "
-            "module:Class or file.py:Class." + (f" Did you mean {near[0]!r}?" if near else "")
+            f"module:Class or file.py:Class.{did_you_mean(given, ALGORITHMS)}"
         )
     found = load_object(given, "--advantage-estimator")
     if not (isinstance(found, type) and issubclass(found, Algorithm)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
     if options.json:
         from agentrl.data.files import finite
 
-        result = {"a": words[0], "b": words[1], "sets": {c.name: c.to_dict() for c in compared}}
+        result = {"a": words[0], "b": words[1], "sets": {c.name: asdict(c) for c in compared}}
         print(json.dumps(finite(result), indent=2, allow_nan=False))
         return 0
     _print(words, compared, options.all)

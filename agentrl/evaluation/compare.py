@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from statistics import fmean
 from typing import Any
@@ -76,9 +76,6 @@ class SetComparison:
     left_out: dict[str, list[str]] = field(default_factory=dict)
     """Why tasks are not compared -> their ids."""
     notes: list[str] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def compare(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,25 +25,16 @@ TRAINING_SPLIT = "train"
 
 @dataclass(frozen=True)
 class HeldOutSet:
-    """A named list of tasks and the environment they belong to."""
+    """A named list of tasks and the environment they belong to, which is asked for them. An ``optional`` one that has
+    none is left out."""
 
     name: str
     split: str
     spec: str
     kwargs: dict[str, Any]
-    tasks: list[Task]
+    tasks: Sequence[Task] = ()
     available: int | None = None
     """Tasks of the split; None when it has no end."""
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """A set before its environment was asked for tasks. An ``optional`` one without held-out tasks is left out."""
-
-    name: str
-    split: str
-    spec: str
-    kwargs: dict[str, Any]
     optional: bool = False
 
 
@@ -74,14 +65,14 @@ def held_out_sets(cfg: Config | EvalConfig, *, split: str = "test") -> list[Held
                     "the file back with --env-arg test_fraction=0.1"
                 )
             if named:
-                tasks = _named_tasks(one, env, named, known, without_end=not nothing and count(one.split) is None)
+                tasks = _named_tasks(one, env, named, known, endless=not nothing and count(one.split) is None)
             else:
                 tasks = held_out_tasks(one.spec, env, split=one.split, limit=cfg.eval_tasks)
             available = count(one.split) if tasks else 0
         finally:
             env.close()
         if tasks:
-            sets.append(HeldOutSet(one.name, one.split, one.spec, one.kwargs, tasks, available))
+            sets.append(replace(one, tasks=tasks, available=available))
     for name in (name for name, found in named.items() if not found):
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known[:3]
         raise ConfigError(f"--task-id {name}: there is no such task. Near it: {', '.join(near)}.")
@@ -90,9 +81,9 @@ def held_out_sets(cfg: Config | EvalConfig, *, split: str = "test") -> list[Held
     return sets
 
 
-def _named_tasks(one: _Wanted, env: Any, named: dict[str, bool], known: list[str], *, without_end: bool) -> list[Task]:
+def _named_tasks(one: HeldOutSet, env: Any, named: dict[str, bool], known: list[str], *, endless: bool) -> list[Task]:
     """The tasks of a set that ``--task-id`` names, by id or by number, in that order. Ids there are go to ``known``."""
-    if without_end:
+    if endless:
         of_name = {name: _drawn(name, one) for name in named}
         known += [drawn_held_out_task(one.spec, one.split, number).task_id for number in range(3)]
     else:
@@ -121,7 +112,7 @@ def rehearse_set(cfg: Config | EvalConfig, held_out: HeldOutSet) -> None:
     )
 
 
-def _environments(cfg: Config | EvalConfig, split: str) -> list[_Wanted]:
+def _environments(cfg: Config | EvalConfig, split: str) -> list[HeldOutSet]:
     """Sets over the held-out split of an environment each: of that of ``--env``, or those; then of each ``--eval-env``.
 
     In training the first is the one that is trained on.
@@ -132,29 +123,29 @@ def _environments(cfg: Config | EvalConfig, split: str) -> list[_Wanted]:
     if not several and cfg.eval_own_split and (cfg.env or cfg.prompt_data):
         spec, kwargs = cfg.env_spec()
         label = env_label(spec if cfg.env or not cfg.prompt_data else cfg.prompt_data)
-        wanted.append(_Wanted(label, split, spec, kwargs, optional=bool(cfg.eval_prompt_data or others)))
+        wanted.append(HeldOutSet(label, split, spec, kwargs, optional=bool(cfg.eval_prompt_data or others)))
     names = [env_label(spec) for spec in others]
     named = [*names, *(name for name, _ in cfg.eval_prompt_data)]
     for key in cfg.env_args:
         if "." in key and not any(key.startswith(f"{name}.") for name in named):
             there = f"there are {', '.join(named)}" if named else "with one environment, no name stands there"
             raise ConfigError(f"--env-arg {key}: of the name before the dot there is no set; {there}")
-    wanted += [_Wanted(n, split, spec, cfg.arguments_of(n)) for n, spec in zip(names, others, strict=True)]
+    wanted += [HeldOutSet(n, split, spec, cfg.arguments_of(n)) for n, spec in zip(names, others, strict=True)]
     return wanted
 
 
-def _files(cfg: Config | EvalConfig) -> list[_Wanted]:
+def _files(cfg: Config | EvalConfig) -> list[HeldOutSet]:
     """The sets of ``--eval-prompt-data``: judged like ``--prompt-data``, where that is given, unless told otherwise."""
     own = cfg.arguments_of(None) if cfg.prompt_data else {}
     shared = {key: value for key, value in own.items() if key in PromptEnv.settings}
     wanted = []
     for name, path in cfg.eval_prompt_data:
         spec, kwargs = cfg.prompt_env_spec(path)
-        wanted.append(_Wanted(name, "all", spec, {**kwargs, **shared, **cfg.arguments_of(name)}))
+        wanted.append(HeldOutSet(name, "all", spec, {**kwargs, **shared, **cfg.arguments_of(name)}))
     return wanted
 
 
-def _drawn(name: str, one: _Wanted) -> Task | None:
+def _drawn(name: str, one: HeldOutSet) -> Task | None:
     """The task ``name`` of a split without end: a number, or an id, which ends with the seed that the task is."""
     if name.isdecimal():
         return drawn_held_out_task(one.spec, one.split, int(name))

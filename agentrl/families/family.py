@@ -84,6 +84,9 @@ EXPERTS: Layer = {
     "mlp.experts.linear_fc1": gate_up("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
     "mlp.experts.linear_fc2": plain("mlp.experts.{expert}.down_proj.weight"),
 }
+DENSE: Layer = {**NORMS, **ATTENTION, **MLP}
+SPARSE: Layer = {**DENSE, **EXPERTS}
+"""A layer of most families, and one of them with experts."""
 
 
 def shared_experts(name: str) -> Layer:

@@ -1,6 +1,6 @@
 """GLM-4-0414 and GLM-Z1: norms on both sides of attention and MLP, neighbours of half a head rotated together."""
 
-from agentrl.families.family import ATTENTION, MLP, NORMS, Family, Model, Settings, dense, gate_up, plain, words
+from agentrl.families.family import DENSE, Family, Model, Settings, dense, gate_up, plain, words
 
 
 def settings(model: Model) -> Settings:
@@ -10,9 +10,7 @@ def settings(model: Model) -> Settings:
 FAMILY = Family(
     settings,
     {
-        **NORMS,
-        **ATTENTION,
-        **MLP,
+        **DENSE,
         "mlp.linear_fc1.weight": gate_up("mlp.gate_up_proj.weight"),
         # Others give the layer itself these norms, and so Megatron's checkpoints call them.
         "post_self_attn_layernorm.weight": plain("post_self_attn_layernorm.weight"),

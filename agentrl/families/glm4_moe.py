@@ -1,12 +1,9 @@
 """GLM-4.5, 4.6 and 4.7: half of each head rotated, DeepSeek-V3's routing, the first layers dense."""
 
 from agentrl.families.family import (
-    ATTENTION,
-    EXPERTS,
-    MLP,
-    NORMS,
     SIGMOID_ROUTING,
     SIGMOID_ROUTING_ONLY,
+    SPARSE,
     Family,
     Model,
     Settings,
@@ -30,7 +27,7 @@ def settings(model: Model) -> Settings:
 
 FAMILY = Family(
     settings,
-    {**NORMS, **ATTENTION, **MLP, **EXPERTS, **shared_experts("shared_experts")},
+    {**SPARSE, **shared_experts("shared_experts")},
     fields=SIGMOID_ROUTING | words("attention_bias partial_rotary_factor use_qk_norm"),
     only=SIGMOID_ROUTING_ONLY,
     wrong=sigmoid_routing_wrong,

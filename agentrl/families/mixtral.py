@@ -1,18 +1,6 @@
 """Mixtral: Mistral with experts in every layer."""
 
-from agentrl.families.family import (
-    ATTENTION,
-    EXPERTS,
-    NORMS,
-    Family,
-    Model,
-    Settings,
-    dense,
-    experts,
-    gate_up,
-    plain,
-    words,
-)
+from agentrl.families.family import SPARSE, Family, Model, Settings, dense, experts, gate_up, plain, words
 
 _EXPERT = "block_sparse_moe.experts.{expert}."
 
@@ -24,9 +12,7 @@ def settings(model: Model) -> Settings:
 FAMILY = Family(
     settings,
     {
-        **NORMS,
-        **ATTENTION,
-        **EXPERTS,
+        **SPARSE,
         "mlp.router.weight": plain("block_sparse_moe.gate.weight"),
         "mlp.experts.linear_fc1": gate_up(_EXPERT + "w1.weight", _EXPERT + "w3.weight"),
         "mlp.experts.linear_fc2": plain(_EXPERT + "w2.weight"),

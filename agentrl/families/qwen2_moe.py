@@ -1,10 +1,7 @@
 """Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts, and one that sees every token through a gate."""
 
 from agentrl.families.family import (
-    ATTENTION,
-    EXPERTS,
-    MLP,
-    NORMS,
+    SPARSE,
     Family,
     Model,
     Settings,
@@ -30,10 +27,7 @@ def settings(model: Model) -> Settings:
 FAMILY = Family(
     settings,
     {
-        **NORMS,
-        **ATTENTION,
-        **MLP,
-        **EXPERTS,
+        **SPARSE,
         **shared_experts("shared_expert"),
         "mlp.shared_experts.gate_weight": plain("mlp.shared_expert_gate.weight"),
     },

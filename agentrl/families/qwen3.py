@@ -1,10 +1,10 @@
 """Qwen3: queries and keys are normalized."""
 
-from agentrl.families.family import ATTENTION, MLP, NORMS, Family, Model, Settings, dense
+from agentrl.families.family import DENSE, Family, Model, Settings, dense
 
 
 def settings(model: Model) -> Settings:
     return dense(model, qk_layernorm=True)
 
 
-FAMILY = Family(settings, {**NORMS, **ATTENTION, **MLP})
+FAMILY = Family(settings, DENSE)

@@ -1,18 +1,6 @@
 """Qwen3-MoE: Qwen3 with experts."""
 
-from agentrl.families.family import (
-    ATTENTION,
-    EXPERTS,
-    MLP,
-    NORMS,
-    Family,
-    Model,
-    Settings,
-    dense,
-    experts,
-    sparse_steps,
-    words,
-)
+from agentrl.families.family import SPARSE, Family, Model, Settings, dense, experts, sparse_steps, words
 
 
 def settings(model: Model) -> Settings:
@@ -23,7 +11,7 @@ def settings(model: Model) -> Settings:
 
 FAMILY = Family(
     settings,
-    {**NORMS, **ATTENTION, **MLP, **EXPERTS},
+    SPARSE,
     fields=words(
         "decoder_sparse_step mlp_only_layers moe_intermediate_size num_experts num_local_experts "
         "num_experts_per_tok norm_topk_prob"

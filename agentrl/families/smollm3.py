@@ -1,6 +1,6 @@
 """SmolLM3: Llama's layers, some of which know no positions."""
 
-from agentrl.families.family import ATTENTION, MLP, NORMS, Family, Model, Settings, dense, words
+from agentrl.families.family import DENSE, Family, Model, Settings, dense, words
 
 
 def settings(model: Model) -> Settings:
@@ -9,4 +9,4 @@ def settings(model: Model) -> Settings:
     return dense(model, no_rope_freq=[int(not rotates) for rotates in rotated])
 
 
-FAMILY = Family(settings, {**NORMS, **ATTENTION, **MLP}, fields=words("no_rope_layers no_rope_layer_interval"))
+FAMILY = Family(settings, DENSE, fields=words("no_rope_layers no_rope_layer_interval"))
