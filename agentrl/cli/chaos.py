@@ -13,17 +13,6 @@ from agentrl.config.layers import load_options
 from agentrl.config.options import Count, PathText, Positive, Range
 from agentrl.errors import ConfigError
 
-SYNOPSIS = "chaos [--minutes N] [--seed N] [--kills N] [--output-dir DIR]"
-
-INTRO = """\
-Train the embedded model with --auto-resume while random processes of the run are killed, stopped and delayed, one
-training after the other, and audit each: every task trained once, versions of weights that never go back, no process
-and no file left over, and the held-out success of a training without faults.
-
-  agentrl chaos --minutes 30 --seed 1
-
-The exit code is 1 where the audit finds something. Two cores are enough."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosOptions:

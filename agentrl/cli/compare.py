@@ -9,20 +9,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.cli.main import WORDS
 from agentrl.config.layers import load_options
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentrl.evaluation.compare import Flip, SetComparison
-
-INTRO = """\
-Compare two evaluations of the same tasks, task by task.
-
-  agentrl compare runs/eval-before runs/eval-after
-  agentrl compare runs/NAME@0 runs/NAME@40                two evaluations inside a training run
-
-A and B are folders of `agentrl eval`, or of `agentrl train` with the number of rollouts behind an @ (without:
-its newest evaluation). The difference is B - A."""
 
 SHOWN = 10
 """Tasks listed in each direction without --all."""
@@ -44,12 +36,12 @@ class CompareOptions:
     """Print one JSON object."""
 
 
-SYNOPSIS, OPTIONS = "compare A B [OPTIONS]", CompareOptions
+OPTIONS = CompareOptions
 
 
 def run(argv: Sequence[str]) -> int:
     """Compare; returns the exit code."""
-    words, rest = leading_words(argv, 2, SYNOPSIS)
+    words, rest = leading_words(argv, 2, "compare")
     options = load_options(CompareOptions, rest)
     from agentrl.evaluation.compare import compare
     from agentrl.evaluation.results import load
@@ -66,13 +58,13 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def leading_words(argv: Sequence[str], n: int, synopsis: str) -> tuple[list[str], Sequence[str]]:
+def leading_words(argv: Sequence[str], n: int, command: str) -> tuple[list[str], Sequence[str]]:
     """The ``n`` runs before the first option, and what follows. Raises ConfigError."""
     words = list(takewhile(lambda word: not word.startswith("--"), argv))
     if len(words) != n:
         runs = {1: "one run", 2: "two runs"}[n]
-        command = synopsis.partition(" ")[0]
-        raise ConfigError(f"agentrl {command} needs {runs} before its options, got {len(words)}: agentrl {synopsis}")
+        how = WORDS[command]["synopsis"]
+        raise ConfigError(f"agentrl {command} needs {runs} before its options, got {len(words)}: agentrl {how}")
     return words, argv[n:]
 
 

@@ -15,13 +15,6 @@ from agentrl.config.presets import model_folder
 from agentrl.errors import ConfigError
 from agentrl.families.torch_dist import is_megatrons
 
-INTRO = """\
-Convert a model between a Hugging Face folder and Megatron's distributed checkpoint (torch_dist), which Megatron-LM and
-slime load and save. One process on the CPU does it; no GPU is used.
-
-  agentrl convert --hf-checkpoint MODEL --output-dir MODEL_torch_dist
-  agentrl convert --load DIR_torch_dist --hf-checkpoint MODEL --output-dir NEW"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
@@ -36,7 +29,7 @@ class ConvertOptions:
     """Folder to write; it must not hold anything yet."""
 
 
-SYNOPSIS, OPTIONS = "convert --hf-checkpoint MODEL [--load DIR] --output-dir NEW", ConvertOptions
+OPTIONS = ConvertOptions
 
 
 def run(argv: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from agentrl.cli.main import help_of
+from agentrl.cli.main import WORDS, help_of
 from agentrl.config.layers import load_options
 from agentrl.errors import AgentRLError, ConfigError
 
@@ -16,24 +16,7 @@ if TYPE_CHECKING:
     from agentrl.envs.core import Env
     from agentrl.envs.wrappers.base import Wrapper
 
-ACTIONS = {
-    "list": "the known environments, each with a line on what it is",
-    "show": "one environment: what it is, arguments, splits, tools, a first task",
-    "check": "whether an environment keeps what training and evaluation rely on",
-    "play": "take the model's place in the terminal",
-    "new": "write a small package with an environment, a tool and a test, to begin from",
-}
-
-INTRO = """\
-  agentrl env list
-  agentrl env show search
-  agentrl env check my_env.py:MyEnv
-  agentrl env play gym:FrozenLake-v1 --env-arg is_slippery=false
-  agentrl env new warehouse
-
-NAME is what --env takes: a registered name, module:Class, path/to/file.py:Class, or gym:ID for any environment of
-Gymnasium.
-`agentrl env ACTION --help` shows the options of an action."""
+ACTIONS: dict[str, str] = {name: words["about"] for name, words in WORDS["env"].items() if isinstance(words, dict)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +49,7 @@ def usage(argv: Sequence[str]) -> str:
 
         return command_help("env show NAME [OPTIONS]", f"Show {ACTIONS['show']}.", ShowOptions)
     lines = [f"  {name:<6} {what}" for name, what in ACTIONS.items()]
-    return "\n".join(["usage: agentrl env ACTION [NAME] [OPTIONS]", "", *lines, "", INTRO])
+    return "\n".join([f"usage: agentrl {WORDS['env']['synopsis']}", "", *lines, "", WORDS["env"]["intro"]])
 
 
 def run(argv: Sequence[str]) -> int:

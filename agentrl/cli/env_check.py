@@ -7,16 +7,7 @@ from collections.abc import Sequence
 from agentrl.cli.env import PlayedOptions
 from agentrl.config.layers import load_options
 
-INTRO = """\
-Check an environment before it is trained on: Gymnasium's own checker, text that breaks things, blocking and async calls
-alike, the same seed the same episode, two instances at once, schemas of tools, splits that share no task.
-Prints a line for each check; the exit code is 1 when one failed.
-
-  agentrl env check search
-  agentrl env check my_env.py:MyEnv --env-arg difficulty=2"""
-
-
-SYNOPSIS, OPTIONS = "env check NAME [OPTIONS]", PlayedOptions
+OPTIONS = PlayedOptions
 
 
 def run(name: str, argv: Sequence[str]) -> int:

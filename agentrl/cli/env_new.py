@@ -16,12 +16,6 @@ from agentrl.config.layers import load_options
 from agentrl.config.options import PathText
 from agentrl.errors import ConfigError
 
-INTRO = """\
-Write a small package with an environment, a tool and a test that pass as they are; then make it yours.
-
-  agentrl env new warehouse
-  cd warehouse && pip install -e '.[test]' && python -m pytest"""
-
 FILES = {
     "pyproject.toml": "pyproject.toml",
     "README.md": "README.md",
@@ -42,7 +36,7 @@ class NewOptions:
     """Folder in which the package's folder NAME is made."""
 
 
-SYNOPSIS, OPTIONS = "env new NAME [OPTIONS]", NewOptions
+OPTIONS = NewOptions
 
 
 def run(name: str, argv: Sequence[str]) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from agentrl.cli.env import PlayedOptions, message_lines, tool_lines
+from agentrl.cli.main import WORDS
 from agentrl.config.layers import load_options
 from agentrl.config.options import Count, json_or_text
 from agentrl.errors import ConfigError
@@ -20,16 +21,7 @@ if TYPE_CHECKING:
     from agentrl.envs.core import Env
     from agentrl.envs.wrappers.base import Wrapper
 
-INTRO = """\
-Play an episode in the terminal: you read what the model would read and write its turns.
-
-  agentrl env play search
-  printf '/call search query=capital\\nI do not know.\\n' | agentrl env play search"""
-
-HELP = """\
-A line is a turn. A line `.` begins a turn of several lines, another `.` ends it.
-/call TOOL NAME=VALUE ...   writes a tool call; values are read as JSON where they are JSON
-/tools   the tools          /help   this          /quit   leave the episode"""
+HELP = WORDS["env"]["play"]["intro"].rpartition("\n\n")[2]
 
 
 COMMANDS = ("/call", "/tools", "/help", "/quit")
@@ -47,8 +39,7 @@ class PlayOptions(PlayedOptions):
     """Same seed, same task."""
 
 
-SYNOPSIS, OPTIONS = "env play NAME [OPTIONS]", PlayOptions
-INTRO = f"{INTRO}\n\n{HELP}"
+OPTIONS = PlayOptions
 
 
 def run(name: str, argv: Sequence[str]) -> int:

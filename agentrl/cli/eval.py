@@ -7,18 +7,7 @@ from collections.abc import Sequence
 from agentrl.cli.extras import ENGINES, require
 from agentrl.config import EvalConfig, load_eval_config
 
-INTRO = """\
-Evaluate an agent on held-out tasks, greedily unless told otherwise.
-
-  agentrl eval --env search --hf-checkpoint MODEL --limit 100
-  agentrl eval --run runs/NAME                                a training run's newest checkpoint
-  agentrl eval --env search --base-url http://HOST:PORT/v1    any OpenAI-compatible server
-
-The same command with the same --output-dir goes on where it stopped. Exit code 0: every episode was played and
-scored; 1: not all were, the rest is left to a rerun; 2: a wrong flag."""
-
-
-SYNOPSIS, OPTIONS = "eval --env NAME [OPTIONS]", EvalConfig
+OPTIONS = EvalConfig
 
 
 def run(argv: Sequence[str]) -> int:

@@ -11,11 +11,6 @@ from agentrl.config.schema import RunCheckpoint
 from agentrl.config.validate import checkpoint_problem
 from agentrl.errors import ConfigError
 
-INTRO = """\
-Write a checkpoint of a training run as a Hugging Face model: weights, configuration, tokenizer, chat template.
-
-  agentrl export --run runs/NAME --output-dir my-model"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(RunCheckpoint):
@@ -25,7 +20,7 @@ class ExportOptions(RunCheckpoint):
     """Folder to write; it must not hold anything yet."""
 
 
-SYNOPSIS, OPTIONS = "export --run RUN --output-dir DIR", ExportOptions
+OPTIONS = ExportOptions
 
 
 def run(argv: Sequence[str]) -> int:

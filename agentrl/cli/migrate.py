@@ -8,17 +8,6 @@ from pathlib import Path
 from agentrl.config.script import read_script, translate
 from agentrl.errors import ConfigError
 
-INTRO = """\
-Read a launch script of slime and print the `agentrl train` command for it, with a remark for each flag. The output is
-a shell script itself. Nothing is run and no file is written.
-
-  agentrl migrate run-qwen3-4B.sh > run.sh"""
-
-
-def usage(argv: Sequence[str]) -> str:
-    """Help text."""
-    return f"usage: agentrl migrate SCRIPT\n\n{INTRO}"
-
 
 def run(argv: Sequence[str]) -> int:
     """Print the command; returns the exit code."""

@@ -15,22 +15,6 @@ from agentrl.config.presets import DEMO, model_folder
 from agentrl.config.schema import Config
 from agentrl.errors import ConfigError
 
-INTRO = """\
-Say how much memory a training takes on each GPU, in a layout that fits or in the one that is given, and the command
-to run. Nothing is started. Of the model, config.json is enough; without weights beside it, transformers is imported.
-
-  agentrl plan --hf-checkpoint MODEL --gpus 8 --gpu-memory 80
-  agentrl plan --hf-checkpoint MODEL --gpus 8 --tensor-model-parallel-size 2 --actor-num-gpus-per-node 4
-
-The exit code is 1 where nothing fits.
-
-Options:
-    --gpus INT            GPUs of a machine, for trainer and engines together [default 1]; there are --actor-num-nodes
-                          machines
-    --gpu-memory NUMBER   memory of each, in GiB [default 80]
-    and every option of `agentrl train`; what counts is the parallel layout, --max-tokens-per-gpu,
-    --rollout-max-context-len, --rollout-concurrency, --dtype and what Megatron is told to recompute."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(Config):
@@ -40,11 +24,6 @@ class PlanOptions(Config):
     """GPUs of a machine, for trainer and engines together."""
     gpu_memory: Annotated[float, Range(low=0.0, low_open=True)] = 80.0
     """Memory of each GPU in GiB."""
-
-
-def usage(argv: Sequence[str]) -> str:
-    """Help text."""
-    return f"usage: agentrl plan --hf-checkpoint MODEL --gpus N --gpu-memory G [OPTIONS]\n\n{INTRO}"
 
 
 def run(argv: Sequence[str]) -> int:

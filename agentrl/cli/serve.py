@@ -11,17 +11,7 @@ from agentrl.config.template import template_problems
 from agentrl.config.validate import checkpoint_problem
 from agentrl.errors import ConfigError
 
-INTRO = """\
-Serve a model at an OpenAI-compatible address, until Ctrl-C.
-
-  agentrl serve --hf-checkpoint MODEL
-  agentrl serve --run runs/NAME --checkpoint best         a checkpoint of a training run
-
-Clients need a key. Put one into the environment variable AGENTRL_API_KEY; else one is made, and shown once on
-the terminal. When the server takes requests, the last line printed is: ready base_url=URL model=NAME"""
-
-
-SYNOPSIS, OPTIONS = "serve [--hf-checkpoint DIR | --run RUN] [OPTIONS]", ServeOptions
+OPTIONS = ServeOptions
 
 
 def run(argv: Sequence[str]) -> int:

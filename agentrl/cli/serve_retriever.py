@@ -14,12 +14,6 @@ from agentrl.errors import ConfigError
 if TYPE_CHECKING:
     from agentrl.retrieval import Index
 
-INTRO = """\
-Serve search over a corpus by Search-R1's HTTP API (POST /retrieve), until Ctrl-C.
-
-  agentrl serve-retriever --corpus passages.jsonl
-  agentrl train --env search --env-arg retriever=http://127.0.0.1:8000"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RetrieverOptions:
@@ -42,7 +36,7 @@ class RetrieverOptions:
     """Which synthetic world, when there is no corpus."""
 
 
-SYNOPSIS, OPTIONS = "serve-retriever [OPTIONS]", RetrieverOptions
+OPTIONS = RetrieverOptions
 
 
 def run(argv: Sequence[str]) -> int:

@@ -16,15 +16,6 @@ if TYPE_CHECKING:
     from agentrl.evaluation.results import EvalResult
     from agentrl.evaluation.transcript import Decode, Episode
 
-INTRO = """\
-Show episodes of a run in the terminal, turn by turn: what the model wrote, what it was told, what it earned.
-
-  agentrl show runs/eval-NAME --failed
-  agentrl show runs/NAME --set train --step 10 --index 3
-
-RUN is a folder of `agentrl eval` or `agentrl train`. The model's own tokens, which training learns from, are marked
-with a thick bar, all others with a thin one."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions:
@@ -49,12 +40,12 @@ class ShowOptions:
     """Model folder whose tokenizer is used, in place of the run's own."""
 
 
-SYNOPSIS, OPTIONS = "show RUN [OPTIONS]", ShowOptions
+OPTIONS = ShowOptions
 
 
 def run(argv: Sequence[str]) -> int:
     """Show; returns the exit code."""
-    (path,), rest = leading_words(argv, 1, SYNOPSIS)
+    (path,), rest = leading_words(argv, 1, "show")
     options = load_options(ShowOptions, rest)
     from rich.console import Console
 

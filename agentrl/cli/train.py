@@ -14,20 +14,7 @@ from agentrl.errors import LostError
 from agentrl.processes.signals import printable
 from agentrl.processes.supervisor import Attempt, supervise
 
-INTRO = """\
-Train an agent: roll out episodes, turn their rewards into advantages, train, sync the weights, repeat.
-
-  agentrl train --env search                                  the embedded model, ready to run
-  agentrl train --env my_env.py:MyEnv --hf-checkpoint MODEL   your environment, your model
-  agentrl train --prompt-data tasks.jsonl --rm-type math      single-turn tasks from a file
-  agentrl train --loss-type sft_loss --train-data chats.jsonl  supervised: learn written conversations
-  agentrl train --load runs/NAME                              go on where a run stopped
-  agentrl train --env NAME --auto-resume                      go on by itself when a part of the run is lost
-
-With --dry-run everything is checked and printed as it would be, and nothing is started."""
-
-
-SYNOPSIS, OPTIONS = "train --env NAME [OPTIONS]", Config
+OPTIONS = Config
 
 
 def run(argv: Sequence[str]) -> int:

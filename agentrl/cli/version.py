@@ -8,11 +8,6 @@ from collections.abc import Sequence
 from agentrl.versions import PACKAGES, installed
 
 
-def usage(argv: Sequence[str]) -> str:
-    """Help text."""
-    return "usage: agentrl version\n\nPrint the versions of agentrl and of what it stands on."
-
-
 def run(argv: Sequence[str]) -> int:
     """Print one line a package."""
     versions = installed()
