@@ -7,52 +7,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentrl.loading import toml_beside
+
 if TYPE_CHECKING:
     from agentrl.config.schema import Config, EvalConfig
 
 DEMO = "demo"
 """Name of the embedded model, as ``--hf-checkpoint`` and saved configurations write it."""
 
-PRESETS: dict[str, dict[str, Any]] = {
-    DEMO: {
-        "num_rollout": 9,
-        "rollout_batch_size": 16,
-        "n_samples_per_prompt": 8,
-        "lr": 2e-4,
-        "lr_decay_style": "constant",
-        "eps_clip": 0.2,
-        "eps_clip_high": 0.28,
-        "rollout_temperature": 1.0,
-        "rollout_max_response_len": 64,
-        "rollout_max_context_len": 512,
-        "max_turns": 6,
-        "eval_interval": 3,
-        "eval_tasks": 200,
-        "save_interval": 3,
-        "dtype": "fp32",
-        "seed": 0,
-    }
-}
+_TABLES: dict[str, dict[str, Any]] = toml_beside(__file__, "presets.toml")
+PRESETS = {DEMO: _TABLES["demo"]}
 """Options that take the place of the general defaults when a model of this name is used."""
-
-SUPERVISED: dict[str, Any] = {"n_samples_per_prompt": 1, "eval_interval": 0}
-"""Options that take the place of the defaults with ``--loss-type sft_loss``: nothing is played."""
-
-HALF: dict[str, Any] = {"eval_interval": 0}
-"""Options that take the place of the defaults with ``--debug-rollout-only`` and ``--load-debug-rollout-data``: the
-model does not change, or there is no engine."""
-
-TUNED_TO = "search"
-STEPS = {"num_steps_per_rollout": 4}
-"""What it has for ``TUNED_TO`` beside the above, where none of :data:`OTHERWISE` is given: it learns in a third of the
-rollouts that one step for each takes."""
+SUPERVISED, HALF = _TABLES["supervised"], _TABLES["half"]
+"""The same with ``--loss-type sft_loss``, and with half a run (``--debug-rollout-only`` and its like)."""
+TUNED_TO, STEPS, BEYOND = "search", _TABLES["steps"], _TABLES["beyond"]
+"""Environment of the embedded model; what its preset has there beside the above, where none of :data:`OTHERWISE` is
+given, and in others in place of it."""
 OTHERWISE = ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "advantage_estimator", "loss_type")
-BEYOND = {"rollout_max_response_len": 128, "rollout_max_context_len": 1920, "max_turns": 8}
-"""What the preset of the embedded model has in place of the above in environments other than ``TUNED_TO``: of their
-prompts and tool results 512 tokens do not hold an episode. The model has 2,048 positions."""
-
-
-LENGTHS = {"rollout_max_context_len": 8192, "rollout_max_response_len": 1024}
+LENGTHS: dict[str, int] = _TABLES["lengths"]
 """Tokens of an episode and of a turn, of models that have positions for them."""
 
 
