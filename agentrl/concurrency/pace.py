@@ -10,11 +10,7 @@ class Pace:
     """Lets so many pieces of work go on in one pass of the event loop; the rest waits for the next, in order.
 
     asyncio looks at timers and sockets once a pass, and a pass runs all that is ready. With thousands of episodes in
-    flight that can be seconds: no timeout then ends in time, and a process that works looks as if it hung.
-
-    Args:
-        pieces: in one pass.
-    """
+    flight that can be seconds: no timeout then ends in time, and a process that works looks as if it hung."""
 
     def __init__(self, pieces: int = 16) -> None:
         self._pieces = self._left = pieces

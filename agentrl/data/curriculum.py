@@ -63,14 +63,8 @@ def load_curriculum(spec: str) -> Choose:
 
 
 class Curriculum:
-    """A data source that hands out some of the tasks of another, of :data:`CANDIDATES` times as many. The rest is
-    passed over: where the source goes through its tasks again and again, they come in its next epoch.
-
-    Args:
-        cfg: handed to ``choose``.
-        source: where tasks come from.
-        choose: which of them are handed out.
-    """
+    """A data source that hands out those tasks of another that ``choose`` takes, of :data:`CANDIDATES` times as many.
+    The rest is passed over: where the source goes through its tasks again and again, they come in its next epoch."""
 
     def __init__(self, cfg: Config, source: DataSource, choose: Choose):
         self._cfg, self._source, self._choose = cfg, source, choose

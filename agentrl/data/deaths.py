@@ -38,13 +38,11 @@ def engines_failed(group: Group) -> bool:
 
 
 class FailedTasks:
-    """``failed_tasks.json`` of a run: task -> deaths and the last error.
+    """``failed_tasks.json`` of a run: task -> deaths and the last error. It is read now; one that is damaged counts as
+    empty.
 
-    It is outside of the checkpoints: a run that ended because of such tasks must not meet them again in the same way.
-
-    Args:
-        file: read now; one that is damaged counts as empty.
-    """
+    It is outside of the checkpoints: a run that ended because of such tasks must not meet them again in the same
+    way."""
 
     def __init__(self, file: Path):
         self._file = file

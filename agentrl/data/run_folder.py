@@ -70,13 +70,8 @@ def scalars_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
 
 class RunDir(Generic[AnyConfig]):
     """A run folder, held by one process at a time unless it is only looked at. Use as a context manager, or call
-    :meth:`close`.
-
-    Make one with :meth:`create`, or :meth:`resume` and :meth:`go_on` to go on.
-
-    Attributes:
-        mended: what was found damaged, and what became of it, for a person.
-    """
+    :meth:`close`. Make one with :meth:`create`, or :meth:`resume` and :meth:`go_on` to go on. ``mended``: what was
+    found damaged, and what became of it, for a person."""
 
     def __init__(self, path: Path | str, config: AnyConfig, *, hold: bool = True):
         """Take hold of an existing folder. Raises StorageError when another process has it.

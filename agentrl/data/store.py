@@ -88,11 +88,7 @@ def _batch(trajectories: Sequence[Trajectory], step: int, name: str, schema: pa.
 
 class TrajectoryStore:
     """The trajectories of a run, part by part. Parts are never changed; a step that is done again replaces its part.
-
-    Args:
-        folder: where they are.
-        read_only: leave the folder as it is: a run that is going on may be writing it.
-    """
+    ``read_only`` leaves the folder as it is: a run that is going on may be writing it."""
 
     def __init__(self, folder: Path | str, *, read_only: bool = False):
         self.folder = Path(folder)

@@ -22,12 +22,8 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """TensorBoard event files, by tensorboard's own writer (neither torch nor TensorFlow).
-
-    Args:
-        folder: Where the files go; each opening adds one.
-        first_step: Steps after this one that earlier files hold are void: TensorBoard hides them.
-    """
+    """TensorBoard event files, by tensorboard's own writer (neither torch nor TensorFlow). Each opening adds one; steps
+    after ``first_step`` that earlier files hold are void: TensorBoard hides them."""
 
     def __init__(self, folder: Path, *, first_step: int | None = None):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog

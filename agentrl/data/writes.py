@@ -10,11 +10,8 @@ from agentrl.data.files import storage_errors
 
 
 class Writes:
-    """Calls that write a file or a folder each.
-
-    Args:
-        later: put them off until :meth:`finish`. What they write must then be copies of their own.
-    """
+    """Calls that write a file or a folder each, put off until :meth:`finish` where they may come ``later``: what they
+    write must then be copies of their own."""
 
     def __init__(self, *, later: bool = False):
         self.later = later

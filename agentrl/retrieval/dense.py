@@ -41,14 +41,9 @@ def sentence_encoder(model: str, *, batch_size: int = 64, device: str | None = N
 
 
 class DenseIndex:
-    """Brute-force inner-product search. Build or open it with :func:`open_dense_index`.
-
-    Args:
-        vectors: ``[passages, dim]`` of the passages, memory-mapped or not.
-        passages: what row i of ``vectors`` stands for.
-        encoder: the encoder the vectors were made with.
-        query_prefix: put before each query (E5 models: ``"query: "``).
-    """
+    """Brute-force inner-product search over ``vectors`` ``[passages, dim]``, memory-mapped or not, by the encoder that
+    they were made with. ``query_prefix`` is put before each query (E5 models: ``"query: "``). :func:`open_dense_index`
+    builds or opens it."""
 
     def __init__(self, vectors: np.ndarray, passages: JsonlCorpus, encoder: Encoder, *, query_prefix: str = "") -> None:
         self._vectors = vectors

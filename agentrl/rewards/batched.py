@@ -18,15 +18,8 @@ from agentrl.rewards.shared import SharedReward
 
 @dataclass(frozen=True)
 class RewardItem:
-    """One episode to judge.
-
-    Attributes:
-        text: The model's final text.
-        answer: The task's answer.
-        turns: Every text the model wrote.
-        calls: The calls it made.
-        row: The task.
-    """
+    """One episode to judge: the model's final ``text``, the task's ``answer``, every text the model wrote, the calls it
+    made, and the task."""
 
     text: str
     answer: Any = None

@@ -131,12 +131,8 @@ def check_signatures(rewards: Any, named: Sequence[str] = NAMED) -> None:
 
 
 class RewardSet:
-    """Weighted reward functions, each logged by its name.
-
-    Args:
-        rewards: Functions, classes, names, or ``(weight, function)`` pairs. None gives an empty set. Classes are
-            made at the first call, in a thread, since they may load a model.
-    """
+    """Weighted reward functions, each logged by its name: functions, classes, names, or ``(weight, function)`` pairs;
+    None for none. Classes are made at the first call, in a thread, since they may load a model."""
 
     def __init__(self, rewards: Any) -> None:
         self.parts: list[tuple[str, float, RewardFunction]] = []

@@ -18,17 +18,13 @@ _LOCK_SECONDS = 20.0
 
 
 class ReplyCache:
-    """Text by key. In memory the entries not used for longest go first; in a file all are kept.
+    """Text by key. In memory the entries not used for longest go first; in a file, which is made if need be, all are
+    kept.
 
     The file is an SQLite database: a write is whole or not there, and processes wait for one another. A file that
     cannot be used for the moment (locked, disk full) costs a request, never a score; that is logged once.
 
-    Args:
-        path: The file, made when it is not there; None for memory.
-
-    Raises:
-        ConfigError: The file is something else, or cannot be made.
-    """
+    Raises ConfigError: the file is something else, or cannot be made."""
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = None if path is None else Path(path).expanduser().absolute()

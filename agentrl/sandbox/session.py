@@ -60,11 +60,7 @@ class Session:
     """An interpreter that keeps its state from call to call.
 
     It is started by the first call, and again after a call that ended it. It never outlives its caller, however that
-    ends. One call runs at a time.
-
-    Args:
-        sandbox: the tier and its limits.
-    """
+    ends. One call runs at a time."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
@@ -134,14 +130,8 @@ class Session:
 
 class Interpreter:
     """One interpreter, from its start to its end.
-
-    Args:
-        sandbox: the tier and its limits.
-
-    Raises:
-        InfraError: it did not start; the text says what it said.
-        ConfigError: the machine lacks what the tier needs.
-    """
+    Raises InfraError: it did not start; the text says what it said.
+    Raises ConfigError: the machine lacks what the tier needs."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.limits, self.owner, self.mark = sandbox.limits, os.getpid(), secrets.token_hex(8)

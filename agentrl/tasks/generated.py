@@ -25,20 +25,11 @@ LEVELS = ("easy", "medium", "hard")
 
 
 class GeneratedTasks(Sequence[Row]):
-    """The tasks of one split, made when asked for.
+    """The tasks of one split, made when asked for: ``makers`` says by kind and level how one is drawn, ``name`` is the
+    first part of their ids. Another ``seed``, other tasks.
 
     Each kind of task at each level takes its turn, so any run of consecutive indices holds all of them in the same
-    proportion. A task belongs to the split that a hash of its identity says, so no task is in both.
-
-    Args:
-        name: first part of the ids.
-        makers: by name of the kind and level, how such a task is drawn.
-        split: ``train`` or ``test``.
-        seed: another seed, other tasks.
-
-    Raises:
-        ConfigError: the seed is no whole number of at least 0.
-    """
+    proportion. A task belongs to the split that a hash of its identity says, so no task is in both."""
 
     def __init__(self, name: str, makers: Mapping[str, Make], split: str, seed: int = 0) -> None:
         check_number("task_seed", seed, 0)

@@ -68,12 +68,8 @@ def is_public(address: str) -> bool:
 
 
 class Guard:
-    """Resolves names and refuses hosts that are not public.
-
-    Args:
-        allowed: Networks that may be reached although they are not public.
-        resolver: In place of the system's resolver.
-    """
+    """Resolves names, by the system's resolver or another, and refuses hosts that are not public, unless their network
+    is ``allowed``."""
 
     def __init__(self, allowed: Iterable[str] = (), resolver: Resolver | None = None) -> None:
         self.allowed = tuple(ipaddress.ip_network(network) for network in allowed)

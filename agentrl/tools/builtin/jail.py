@@ -66,15 +66,8 @@ def split(path: str) -> tuple[str, ...]:
 
 
 class Jail:
-    """Files below one folder.
-
-    Args:
-        folder: An existing folder.
-        remove: Whether :meth:`close` removes the folder with all that is in it.
-
-    Raises:
-        OSError: The folder cannot be opened.
-    """
+    """Files below one existing folder, which with ``remove`` :meth:`close` removes with all that is in it.
+    Raises OSError: the folder cannot be opened."""
 
     def __init__(self, folder: str, *, remove: bool = False) -> None:
         self.folder = folder

@@ -7,11 +7,8 @@ from agentrl.types import ToolCall
 
 
 class TagParser(Parser):
-    """``<name>text</name>`` for declared names; the text is the call's one argument, ``text``.
-
-    Args:
-        names: The tags, without brackets.
-    """
+    """``<name>text</name>`` for declared names, given without brackets; the text is the call's one argument,
+    ``text``."""
 
     structured = False
 

@@ -15,13 +15,8 @@ Row = dict[str, Any]
 
 
 class WorldQuestions(Sequence[Row]):
-    """The questions of one split of a world, made when asked for.
-
-    Args:
-        world: where the facts are.
-        split: ``train`` or ``test``.
-        two_hop: share of the questions that need two searches.
-    """
+    """The questions of one split of a world, made when asked for. ``two_hop``: share of those that need two
+    searches."""
 
     def __init__(self, world: World, split: str, two_hop: float) -> None:
         self._world = world

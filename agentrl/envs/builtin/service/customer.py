@@ -22,15 +22,9 @@ _ASKING, _CONFIRMING, _REFUSING, _POLITE, _SENTENCES = map(re.compile, _WORDS["h
 class Customer:
     """Speaks for a task's customer.
 
-    It tells what it is asked for, agrees to a change that names the order and the change as it wants them, asks for
-    the amount where it was not told, accepts a refusal after having insisted, and then comes with its next wish.
-
-    Args:
-        row: the task.
-        shop: where it sees whether its wish was granted.
-        open_with_all: say everything at once, without being asked.
-        insist: times it objects to a refusal.
-    """
+    It tells what it is asked for (everything at once with ``open_with_all``), agrees to a change that names the order
+    and the change as it wants them, asks for the amount where it was not told, accepts a refusal after having objected
+    ``insist`` times, and then comes with its next wish. In the ``shop`` it sees whether a wish was granted."""
 
     def __init__(self, row: dict[str, Any], shop: Shop, *, open_with_all: bool, insist: int) -> None:
         self._shop, self._email = shop, row["email"]
