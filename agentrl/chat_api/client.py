@@ -142,10 +142,8 @@ class OpenAIClient:
 
         Also the first contact: a wrong address or key shows here. A server without a list of models is fine.
 
-        Raises:
-            ConfigError: wrong key; no name given and not exactly one model listed.
-            EngineError: no server answers within ``timeout`` seconds.
-        """
+        Raises ConfigError: wrong key; no name given and not exactly one model listed.
+        Raises EngineError: no server answers within ``timeout`` seconds."""
         listed = await self._listed_models(timeout)
         if wanted:
             if listed and wanted not in listed:
@@ -174,11 +172,9 @@ class OpenAIClient:
         ``template_kwargs`` are variables of the server's chat template; they are never left out, since another prompt
         would be another task.
 
-        Raises:
-            ConfigError: the server will refuse every request: wrong key, unknown model, no tools, no money.
-            ContextOverflow: the conversation is longer than the model takes.
-            EngineError: no valid answer in time, or this one request was refused.
-        """
+        Raises ConfigError: the server will refuse every request: wrong key, unknown model, no tools, no money.
+        Raises ContextOverflow: the conversation is longer than the model takes.
+        Raises EngineError: no valid answer in time, or this one request was refused."""
         started = time.monotonic()
         try:
             async with self._slot(timeout):

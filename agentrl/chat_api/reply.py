@@ -43,10 +43,7 @@ class Reply:
 
 def parse_reply(content: bytes) -> Reply:
     """Read an answer with status 200.
-
-    Raises:
-        ValueError: it is not JSON, not a completion, or says that generating failed.
-    """
+    Raises ValueError: it is not JSON, not a completion, or says that generating failed."""
     try:
         answer = json.loads(content)
     except (ValueError, RecursionError) as error:

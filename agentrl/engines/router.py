@@ -84,10 +84,7 @@ class RouterProcess(ServerProcess):
 
     def add_worker(self, url: str, api_key: str, *, timeout: float = 30.0) -> None:
         """Admit an engine and return once the router sends it requests.
-
-        Raises:
-            EngineError: it was not admitted within ``timeout`` seconds.
-        """
+        Raises EngineError: it was not admitted within ``timeout`` seconds."""
         self._call("POST", "/workers", {"url": url, "api_key": api_key})
         self._wait_for(
             lambda: any(w["url"] == url and w.get("is_healthy") for w in self.workers()),

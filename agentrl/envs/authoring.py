@@ -45,10 +45,7 @@ def remade(factory: Function) -> Function:
 
 def complete_pair(cls: type, blocking_name: str, async_name: str) -> None:
     """Makes both entry points of a pair run what the most derived class defines.
-
-    Raises:
-        TypeError: The blocking one is a coroutine function, or the async one is not.
-    """
+    Raises TypeError: the blocking one is a coroutine function, or the async one is not."""
     depth, blocking = _most_derived(cls, blocking_name)
     async_depth, asynchronous = _most_derived(cls, async_name)
     if depth == async_depth > 0:

@@ -180,21 +180,14 @@ class Env(gymnasium.Env[str, str]):
     # -- around the author's code ----------------------------------------------------------------
 
     def split_of(self, options: dict[str, Any] | None) -> str:
-        """The split ``options`` ask for.
-
-        Raises:
-            ConfigError: The environment has no such split.
-        """
+        """The split ``options`` ask for. Raises ConfigError: the environment has no such split."""
         split = (options or {}).get("split", self.splits[0])
         check_split(self.splits, split, type(self).__name__)
         return split
 
     def check_settings(self) -> None:
         """Looks at the settings before each episode; subclasses with settings of their own extend it.
-
-        Raises:
-            ConfigError: One has an impossible value.
-        """
+        Raises ConfigError: one has an impossible value."""
         require_number(self, "max_turns", at_least=1, whole=True)
 
     def _made(self) -> None:
@@ -272,10 +265,7 @@ for _pair in PAIRS:
 
 def checked_start(result: Any, where: str) -> tuple[str, dict[str, Any]]:
     """What a ``reset`` returned, of the right form.
-
-    Raises:
-        EnvError: It is not; the text names ``where`` it came from.
-    """
+    Raises EnvError: it is not; the text names ``where`` it came from."""
     if not (isinstance(result, tuple) and len(result) == 2):
         raise EnvError(f"{where} must return (observation, info), got {shown(result)}.")
     observation, info = result
@@ -285,10 +275,7 @@ def checked_start(result: Any, where: str) -> tuple[str, dict[str, Any]]:
 
 def checked_step(result: Any, where: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
     """What a ``step`` returned, of the right form, with the reward as a float.
-
-    Raises:
-        EnvError: It is not of that form; the text names ``where`` it came from.
-    """
+    Raises EnvError: it is not of that form; the text names ``where`` it came from."""
     if not (isinstance(result, tuple) and len(result) == 5):
         raise EnvError(f"{where} must return (observation, reward, terminated, truncated, info), got {shown(result)}.")
     observation, reward, terminated, truncated, info = result
@@ -317,9 +304,7 @@ def task_index(
 
     ``endless``: how many numbers a split has that has no end.
 
-    Raises:
-        ConfigError: There is no task of that number, or none at all.
-    """
+    Raises ConfigError: there is no task of that number, or none at all."""
     name, count = type(env).__name__, env.num_tasks(split)
     numbers = endless if count is None else count
     if count == 0:
@@ -345,10 +330,7 @@ def task_index(
 
 def require_number(env: Env, name: str, *, at_least: float, whole: bool = False) -> None:
     """Refuses a setting that is not a finite number of at least ``at_least``.
-
-    Raises:
-        ConfigError: Names the environment, the setting, its value and what is expected.
-    """
+    Raises ConfigError: Names the environment, the setting, its value and what is expected."""
     check_number(f"{type(env).__name__}.{name}", getattr(env, name), at_least, whole=whole)
 
 

@@ -78,11 +78,7 @@ def registered() -> list[str]:
 
 
 def find(spec: str) -> EnvEntry:
-    """The entry that ``spec`` names.
-
-    Raises:
-        ConfigError: Nothing has that name; the text gives the nearest one.
-    """
+    """The entry that ``spec`` names. Raises ConfigError: nothing has that name; the text gives the nearest one."""
     if spec in _registry:
         return _registry[spec]
     if spec.startswith(GYM):
@@ -232,10 +228,7 @@ def make_env(
     spec: str, kwargs: dict[str, Any], *, tool_timeout: float | None = None, sandbox: str | None = None
 ) -> Any:
     """The environment that ``spec`` names, with what the command line says about it.
-
-    Raises:
-        ConfigError: ``--tool-timeout`` for an environment that has no tools.
-    """
+    Raises ConfigError: ``--tool-timeout`` for an environment that has no tools."""
     env = make(spec, **kwargs)
     if tool_timeout is not None:
         if not hasattr(env.unwrapped, "tool_timeout"):

@@ -55,10 +55,7 @@ class Buffer:
 
     def save(self, folder: Path, step: int, groups: list[Group]) -> dict[str, Any]:
         """Write ``groups`` below ``folder``, of a checkpoint after ``step`` rollouts; JSON-ready state to go with it.
-
-        Raises:
-            StorageError: the disk refuses.
-        """
+        Raises StorageError: the disk refuses."""
         if groups:
             trajectories = (t for group in groups for t in group.trajectories)
             TrajectoryStore(folder).write(step, trajectories, name=NAME)

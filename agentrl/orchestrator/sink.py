@@ -94,10 +94,7 @@ class Sink:
     async def take(self, rollout: Rollout) -> Collected | None:
         """What came together, for weights of version ``rollout.step``; its episodes are stored. None where there were
         no more tasks.
-
-        Raises:
-            AgentRLError: no episode of the batch can be trained on; the text carries the last error.
-        """
+        Raises AgentRLError: no episode of the batch can be trained on; the text carries the last error."""
         stale: list[Group] = []
         groups: list[Group] = []
         limit = math.inf if self.max_staleness is None else self.max_staleness
@@ -215,10 +212,7 @@ class Rollout:
 
     async def wanted(self) -> int:
         """How many more groups the rollout needs, now that all handed out have finished.
-
-        Raises:
-            EnvError: none of so many rollouts' tasks in a row lived. No death is counted then.
-        """
+        Raises EnvError: none of so many rollouts' tasks in a row lived. No death is counted then."""
         finished, self._round = sorted(self._round, key=lambda group: self._order[group.group_id]), []
         alive = [group for group in finished if lived(group)]
         self.sink.account.add_samples(alive)
@@ -253,10 +247,7 @@ class Rollout:
     async def settle(self) -> bool:
         """Give dead tasks back, or drop them for good. Whether the rollout is done: if not, those given back are all
         that is left of the tasks, and are to be played again.
-
-        Raises:
-            EnvError: nothing has lived since the start of the run, and there are no more tasks.
-        """
+        Raises EnvError: nothing has lived since the start of the run, and there are no more tasks."""
         never = [group for group in self._dead if never_fits(group)]
         dead = [group for group in self._dead if not never_fits(group)]
         if alive := [*self.living, *self.filtered]:

@@ -67,10 +67,7 @@ class StoredRollouts(RolloutHandle):
 
     async def generate(self, step: int, *, progress: Progress) -> Generated | None:
         """The batch of the rollout that was stored at ``step``; None after the last one.
-
-        Raises:
-            DataError: it is not there, though later ones are; or the file is torn.
-        """
+        Raises DataError: it is not there, though later ones are; or the file is torn."""
         import ray
 
         from agentrl.orchestrator.manager import Generated

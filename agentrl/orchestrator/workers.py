@@ -163,10 +163,8 @@ class RolloutWorker:
         self, setting: bytes, task: bytes, n: int, group_id: str, indices: Sequence[int] | None
     ) -> tuple[bytes, dict[str, float]]:
         """A group's trajectories, packed, and the client's totals so far.
-
-        Raises:
-            AgentRLError: as :meth:`EpisodeRunner.run_group`; what else an author's code raises is told with its line.
-        """
+        Raises AgentRLError: as :meth:`EpisodeRunner.run_group`; what else an author's code raises is told with its
+        line."""
         try:
             known, what = unpacked(setting, "the setting"), unpacked(task, f"the task of group {group_id}")
             if known.name not in self._runners:
@@ -266,11 +264,7 @@ def unpacked(content: bytes, what: str) -> Any:
 
 
 def packed_task(task: Task) -> bytes:
-    """A task for another process.
-
-    Raises:
-        DataError: one of its options cannot go there; the text names it.
-    """
+    """A task for another process. Raises DataError: one of its options cannot go there; the text names it."""
     try:
         return pickle.dumps(task, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
@@ -464,10 +458,7 @@ class WorkerPool:
         self, setting: bytes, task: Task, n: int, group_id: str, indices: Sequence[int] | None
     ) -> list[Trajectory]:
         """The trajectories of a group, wherever it is played; again elsewhere when its worker dies.
-
-        Raises:
-            AgentRLError: what the worker raised; or workers die again and again, with the last one's last words.
-        """
+        Raises AgentRLError: what the worker raised; or workers die again and again, with the last one's last words."""
         order, deaths = packed_task(task), 0
         async with self._room:
             while True:

@@ -101,10 +101,7 @@ class Arguments:
 
     def wait(self) -> list[str]:
         """Wait for the owner. This process then has its variables, log and arguments, and dies with it.
-
-        Raises:
-            SystemExit: the process that started this one is gone.
-        """
+        Raises SystemExit: the process that started this one is gone."""
         while True:
             ready, _, _ = select.select([self._listener, sys.stdin], [], [])
             if self._listener not in ready:

@@ -64,10 +64,7 @@ class Opening:
     @classmethod
     def of(cls, info: Mapping[str, Any], messages: Sequence[Message] = ()) -> Opening:
         """What a reset's ``info``, or an agent's part of it, says.
-
-        Raises:
-            EnvError: ``trusted_roles`` or ``template_kwargs`` are not of the form that is expected.
-        """
+        Raises EnvError: ``trusted_roles`` or ``template_kwargs`` are not of the form that is expected."""
         roles, variables = info.get("trusted_roles", AUTHOR_ROLES), info.get("template_kwargs")
         if isinstance(roles, str) or not all(isinstance(role, str) for role in roles):
             raise EnvError(f"info['trusted_roles'] is {roles!r:.80}; a list of roles is expected, as in ['system']")
@@ -171,20 +168,13 @@ class Dialogue(ABC):
 
     @abstractmethod
     async def generate(self) -> Turn:
-        """Sample one turn.
-
-        Raises:
-            EpisodeEnd: ENGINE_ERROR, or the context is full.
-        """
+        """Sample one turn. Raises EpisodeEnd: ENGINE_ERROR, or the context is full."""
 
     @abstractmethod
     def observe(self, messages: Sequence[Message]) -> None:
         """Append an observation (mask 0) and open the next turn.
-
-        Raises:
-            EpisodeEnd: it does not fit into the context or the tool-output budget. What was sampled stays.
-            EnvError: the template refuses the messages, or they need one after a prompt without it.
-        """
+        Raises EpisodeEnd: it does not fit into the context or the tool-output budget. What was sampled stays.
+        Raises EnvError: the template refuses the messages, or they need one after a prompt without it."""
 
 
 Client = TypeVar("Client", contravariant=True)

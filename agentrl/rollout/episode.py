@@ -420,10 +420,7 @@ class Episode(Generic[Client]):
 
     async def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """``env.areset``/``env.astep`` (or the blocking one in a thread), within the time that is left.
-
-        Raises:
-            EpisodeEnd: TIMEOUT when the episode's time ran out in a step, ENV_ERROR when the call itself hangs.
-        """
+        Raises EpisodeEnd: TIMEOUT when the episode's time ran out in a step, ENV_ERROR when the call itself hangs."""
         started = time.monotonic()
         left = self._started + self.limits.timeout_s - started
         seconds = min(self.limits.step_timeout_s, left)

@@ -44,10 +44,7 @@ GenerateFunction = Callable[["GenerateContext"], Coroutine[Any, Any, float | Non
 
 def load_generate_function(spec: str | GenerateFunction | None) -> GenerateFunction | None:
     """The function that ``spec`` names; None for none.
-
-    Raises:
-        ConfigError: not found, or not ``async def`` of one argument.
-    """
+    Raises ConfigError: not found, or not ``async def`` of one argument."""
     if spec is None:
         return None
     function = load_object(spec, "--custom-generate-function-path") if isinstance(spec, str) else spec

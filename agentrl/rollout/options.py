@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 def open_chat(cfg: Config | EvalConfig, model_dir: str) -> ChatTemplate:
     """The model's tokenizer and chat template, as the options of the template say.
-
-    Raises:
-        ConfigError: there is no tokenizer.
-    """
+    Raises ConfigError: there is no tokenizer."""
     from agentrl.rollout.template.chat import ChatTemplate
 
     return ChatTemplate(

@@ -231,10 +231,7 @@ class EpisodeRunner(Generic[Client]):
 async def unless_broken(playing: asyncio.Future[T], broken: Callable[[], str | None]) -> T:
     """The result of playing episodes, unless ``broken`` says why no answer can be expected any more: they would wait
     out every deadline. They are cancelled then.
-
-    Raises:
-        EngineError: with what ``broken`` says.
-    """
+    Raises EngineError: with what ``broken`` says."""
     try:
         while not playing.done():
             await asyncio.wait([playing], timeout=_POLL_SECONDS)

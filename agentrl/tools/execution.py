@@ -89,11 +89,8 @@ async def run_calls(
 
 async def run_call(call: ToolCall, tools: Mapping[str, Tool], *, timeout: float) -> ToolResult:
     """Runs one call. The model's mistakes and the tool's failures come back as results with ``error``.
-
-    Raises:
-        InfraError: The tool raised it, or an ``unavailable`` error.
-        EnvError: The tool returned something that is not a result.
-    """
+    Raises InfraError: the tool raised it, or an ``unavailable`` error.
+    Raises EnvError: the tool returned something that is not a result."""
     try:
         if call.error is not None:
             raise ToolError(call.error, ToolErrorType.PARSE)

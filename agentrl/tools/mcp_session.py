@@ -116,21 +116,15 @@ class Session:
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
         """The server's answer to a call of one of its tools, a ``mcp_types.CallToolResult``.
-
-        Raises:
-            InfraError: The server cannot be reached, or is gone.
-            TimeoutError: It did not answer in time.
-            mcp.shared.exceptions.MCPError: It refused the call.
-        """
+        Raises InfraError: the server cannot be reached, or is gone.
+        Raises TimeoutError: it did not answer in time.
+        Raises mcp.shared.exceptions.MCPError: it refused the call."""
         seconds = self.server.timeout
         return await self._do(lambda client: client.call_tool(name, arguments, read_timeout_seconds=seconds))
 
     async def list_tools(self) -> list[Any]:
         """The server's tools, each a ``mcp_types.Tool``.
-
-        Raises:
-            InfraError: The server cannot be reached, or does not answer in time.
-        """
+        Raises InfraError: the server cannot be reached, or does not answer in time."""
         try:
             return await self._do(_listed)
         except TimeoutError:
@@ -149,11 +143,8 @@ class Session:
 
 def list_once(server: Server) -> list[Any]:
     """The tools of a server, by a session that is ended at once. Blocks.
-
-    Raises:
-        ConfigError: Its command does not exist.
-        InfraError: It cannot be reached, or does not answer in time.
-    """
+    Raises ConfigError: its command does not exist.
+    Raises InfraError: it cannot be reached, or does not answer in time."""
 
     async def ask() -> list[Any]:
         session = Session(server)

@@ -96,10 +96,7 @@ def describe(
 
 def parse_docstring(doc: str, name: str) -> tuple[str, dict[str, str]]:
     """The text of a Google-style docstring before its sections, and the entries of ``Args:`` and ``Attributes:``.
-
-    Raises:
-        TypeError: It cannot be read.
-    """
+    Raises TypeError: it cannot be read."""
     if not doc:
         return "", {}
     import docstring_parser
@@ -182,10 +179,7 @@ def _generator() -> Any:
 
 def tidy(node: Any, definitions: dict[str, Any], tool: str = "", inside: tuple[str, ...] = ()) -> Any:
     """A schema with references replaced by what they name, and without titles: models read it, not programs.
-
-    Raises:
-        TypeError: It contains itself.
-    """
+    Raises TypeError: it contains itself."""
     if isinstance(node, list):
         return [tidy(item, definitions, tool, inside) for item in node]
     if not isinstance(node, dict):

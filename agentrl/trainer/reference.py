@@ -32,10 +32,7 @@ class WeightCopies:
     @contextlib.contextmanager
     def use(self, name: str) -> Iterator[None]:
         """Run a block with the weights of that name, then put the live ones back.
-
-        Raises:
-            KeyError: no copy of that name was kept.
-        """
+        Raises KeyError: no copy of that name was kept."""
         copy, self._live = self._copies[name], self._read(self._live)
         try:
             self._write(copy)

@@ -63,11 +63,8 @@ class Publisher:
 
     def publish(self, version: int) -> Snapshot | None:
         """Write the weights of now as ``version``; None on ranks other than 0. Collective.
-
-        Raises:
-            WeightSyncError: there are none.
-            StorageError: there is no room for them.
-        """
+        Raises WeightSyncError: there are none.
+        Raises StorageError: there is no room for them."""
         if self._buckets is None:  # the layout, which stays: a walk of its own, so that files are written in place
             self._buckets = tuple(_buckets(self._tensors(), self._bucket_bytes))
         tensors = self._tensors()

@@ -131,10 +131,7 @@ class BroadcastSender:
     def _begin(self, name: str, group: Any, flat: torch.Tensor, options: Any, deadline: float) -> Any:
         """The work of a broadcast. Over NCCL the first of a group waits for all its members, and for ever where one has
         died since it joined: in a thread of its own, which is left behind then.
-
-        Raises:
-            RuntimeError: it cannot begin, was given up, or has not begun at the deadline.
-        """
+        Raises RuntimeError: it cannot begin, was given up, or has not begun at the deadline."""
         if self._backend != "nccl":
             return group.broadcast([flat], options)
         begun: Future[Any] = Future()

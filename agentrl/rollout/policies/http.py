@@ -55,10 +55,8 @@ class HttpPost:
 
         Given up or cancelled, it drops the connection, and the server sees that.
 
-        Raises:
-            TimeoutError: no answer within ``timeout`` seconds.
-            OSError: no connection, or it broke before the answer was complete.
-        """
+        Raises TimeoutError: no answer within ``timeout`` seconds.
+        Raises OSError: no connection, or it broke before the answer was complete."""
         deadline = time.monotonic() + timeout
         extra = f"{header}: {_UNSAFE.sub('_', value)}\r\nContent-Length: {len(body)}\r\n\r\n"
         request = self._head + extra.encode() + body

@@ -100,10 +100,7 @@ class ServerChat:
 
     def conversation(self, *, client: OpenAIClient, parser: Parser, **parts: Any) -> ChatConversation:
         """The policy's side of one episode; ``parts`` are those of :class:`~agentrl.rollout.conversation.Dialogue`.
-
-        Raises:
-            ConfigError: the environment insists on a model family's own call format.
-        """
+        Raises ConfigError: the environment insists on a model family's own call format."""
         if parser.structured and parser.name != CALL_FORMAT:
             raise ConfigError(
                 f"call format {parser.name!r}: a server reads its model's calls itself, and they reach the environment "

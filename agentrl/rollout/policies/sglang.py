@@ -40,10 +40,7 @@ class PolicyClient(Protocol):
         self, input_ids: np.ndarray, params: SamplingParams, *, rid: str, routing_key: str, timeout: float
     ) -> Generation:
         """Sample a continuation of ``input_ids`` (int32 ``[n]``) within ``timeout`` seconds.
-
-        Raises:
-            EngineError: no valid answer within the retry policy.
-        """
+        Raises EngineError: no valid answer within the retry policy."""
         ...
 
 
@@ -239,11 +236,8 @@ class EngineClient:
 
 def _parse(content: bytes, prompt_tokens: int, max_new_tokens: int, started: float) -> Generation:
     """An answer's bytes to arrays. ``started`` is when it was asked for (monotonic seconds).
-
-    Raises:
-        EngineError: not the answer of ``/generate`` with log-probabilities, or one of them is null.
-        _Retryable: the body is torn.
-    """
+    Raises EngineError: not the answer of ``/generate`` with log-probabilities, or one of them is null.
+    Raises _Retryable: the body is torn."""
     import orjson
 
     try:

@@ -205,9 +205,7 @@ class ChatTemplate:
 
         The text is the user's own prompt, so control tokens written in it are control tokens.
 
-        Raises:
-            EnvError: the text is empty.
-        """
+        Raises EnvError: the text is empty."""
         ids = self.encoder.encode(text.encode("utf-8", "replace").decode("utf-8"))
         if not len(ids):
             raise EnvError("a prompt without chat template is empty; give at least one token of text")

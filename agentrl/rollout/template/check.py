@@ -91,10 +91,7 @@ def _calling(call_id: str) -> Message:
 
 def rendered_turn(renderer: Renderer, message: Any, tools: Any) -> str:
     """An assistant message as the template writes it, from where the model begins to write.
-
-    Raises:
-        EnvError: the template refuses the message.
-    """
+    Raises EnvError: the template refuses the message."""
     prompt = renderer.render([_QUESTION], tools)
     whole = renderer.render([_QUESTION, message], tools, generation=False)
     shared = len(os.path.commonprefix([prompt, whole]))

@@ -78,11 +78,8 @@ class Renderer:
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools = None, *, generation: bool = True) -> str:
         """The conversation as text.
-
-        Raises:
-            ConfigError: there is no template.
-            EnvError: the template refuses these messages.
-        """
+        Raises ConfigError: there is no template.
+        Raises EnvError: the template refuses these messages."""
         return self._run([self._dressed(message) for message in messages], tools, generation)
 
     def probe(self, messages: Sequence[dict[str, Any]], *, generation: bool = True) -> str:
@@ -101,11 +98,8 @@ class Renderer:
     ) -> tuple[list[dict[str, Any]], str]:
         """Messages in a form that the template takes, and their text: what it refuses is tried again in the forms of
         strict templates, :func:`one_call_at_a_time`, :func:`conformed`, and both.
-
-        Raises:
-            ConfigError: there is no template.
-            EnvError: the template refuses these messages.
-        """
+        Raises ConfigError: there is no template.
+        Raises EnvError: the template refuses these messages."""
         refused: EnvError | None = None
         single = one_call_at_a_time(messages)
         tried: list[list[dict[str, Any]]] = []

@@ -150,11 +150,8 @@ class Conversion:
 
     def load(self, chunks: Iterable[GPTModel], folder: Path) -> None:
         """Set the weights of this rank's part. Collective.
-
-        Raises:
-            ConfigError: the checkpoint has a tensor that no part of the model takes.
-            CheckpointError: it lacks one that the model needs.
-        """
+        Raises ConfigError: the checkpoint has a tensor that no part of the model takes.
+        Raises CheckpointError: it lacks one that the model needs."""
         held = self.tensors(*chunks)
         with torch.no_grad():
             for name, part in self.read(held, folder):
@@ -162,10 +159,7 @@ class Conversion:
 
     def read(self, held: Mapping[str, Tensor], folder: Path) -> Iterator[tuple[str, Tensor]]:
         """Name and value, in the file's dtype, of each of the parameters that this rank holds. Collective.
-
-        Raises:
-            ConfigError, CheckpointError: as :meth:`load`.
-        """
+        Raises ConfigError, CheckpointError: as :meth:`load`."""
         files = tensor_files(folder)
         self._account(held, files.keys(), folder)
         opened: dict[Path, Any] = {}
@@ -244,10 +238,7 @@ def expert_group() -> dist.ProcessGroup:
 
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Name of each tensor of a checkpoint -> the file that has it.
-
-    Raises:
-        CheckpointError: there is no safetensors file, or one that the index names is missing.
-    """
+    Raises CheckpointError: there is no safetensors file, or one that the index names is missing."""
     if (folder / INDEX).is_file():
         index = json.loads((folder / INDEX).read_text())["weight_map"]
         files = {name: folder / file for name, file in index.items()}

@@ -71,10 +71,8 @@ def to_dist(hf_checkpoint: Path, target: Path, say: Say) -> None:
 
     Takes as much memory as the weights.
 
-    Raises:
-        ConfigError, CheckpointError: the model is none that the trainer can take.
-        StorageError: the disk refuses; nothing is at ``target`` then.
-    """
+    Raises ConfigError, CheckpointError: the model is none that the trainer can take.
+    Raises StorageError: the disk refuses; nothing is at ``target`` then."""
     hf_config = models.read_config(hf_checkpoint)
     size = sum(file.stat().st_size for file in set(tensor_files(hf_checkpoint).values()))
     check_space(target, size)
@@ -333,10 +331,7 @@ def _a_part_alone(part: ShardedTensor) -> ShardedTensor:
 
 def read_index(folder: Path) -> Saved:
     """Shape and dtype of each tensor of a distributed checkpoint.
-
-    Raises:
-        CheckpointError: the index cannot be read, or names what would run code.
-    """
+    Raises CheckpointError: the index cannot be read, or names what would run code."""
     try:
         with (folder / INDEX).open("rb") as stream:
             index = _Index(stream).load()

@@ -83,9 +83,7 @@ def initialize(
     reach, or ``tcp://host:port``, where ``listener`` is rank 0's socket if it listens already. A store on TCP asks
     nobody for a key, so ranks on one machine meet in a file.
 
-    Raises:
-        ConfigError: the sizes do not fit ``world_size``, or the process already is in a world.
-    """
+    Raises ConfigError: the sizes do not fit ``world_size``, or the process already is in a world."""
     check_layout(options, world_size)
     if dist.is_initialized():
         raise ConfigError("this process already belongs to a process group; use one process a rank")

@@ -110,9 +110,7 @@ class ModelState:
 
         The learning-rate schedule itself is that of the present options; its position is the saved one.
 
-        Raises:
-            CheckpointError: files are missing or do not fit this model.
-        """
+        Raises CheckpointError: files are missing or do not fit this model."""
         state = read_json(folder / "state.json")
         if state.get("format") != FORMAT:
             raise CheckpointError(f"{folder}: format {state.get('format')}, expected {FORMAT}")
