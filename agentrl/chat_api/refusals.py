@@ -52,12 +52,7 @@ def error_text(content: bytes, limit: int = 600) -> str:
 
 
 def refusal(status: int, content: bytes, body: dict[str, Any]) -> Refusal:
-    """Classify an answer whose status is not 200.
-
-    Args:
-        content: the answer.
-        body: the request that it answers.
-    """
+    """Classify an answer whose status is not 200, by its ``content`` and the ``body`` of the request."""
     error, text = _error(content), content[:20000].decode("utf-8", "replace")
     if status == 429 and _QUOTA.search(text):
         return Refusal("fatal", "quota")

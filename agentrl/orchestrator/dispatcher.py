@@ -34,12 +34,9 @@ class Dispatcher:
         self._put_off: list[PendingGroup] = []
 
     def draw(self, number: int, *, suspects: int = 0) -> list[PendingGroup]:
-        """The next groups to play; fewer than ``number`` only when there are no more tasks.
-
-        Args:
-            suspects: how many may be of tasks that failed before: others show whether it is their doing. More only
-                where there are no others at all.
-        """
+        """The next groups to play; fewer than ``number`` only when there are no more tasks. At most ``suspects`` are of
+        tasks that failed before, since others show whether it is their doing; more only where there are no others at
+        all."""
         drawn: list[PendingGroup] = []
         while (
             number > (there := len(drawn) + min(suspects, len(self._put_off)))

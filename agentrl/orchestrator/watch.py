@@ -48,11 +48,7 @@ class ProcessLostError(LostError):
 
 def with_pulse(actor: type, **threads: int) -> Any:
     """The class, which has a method ``pulse(seconds, stall) -> Pulse`` that answers after so many seconds, as a Ray
-    actor with a thread for it.
-
-    Args:
-        threads: more concurrency groups of Ray's, with the number of their threads.
-    """
+    actor with a thread for it, and more concurrency groups with so many ``threads``."""
     import ray
 
     return ray.remote(concurrency_groups={PULSE: 1, **threads})(actor)  # type: ignore[call-overload]  # not in Ray's types

@@ -138,14 +138,9 @@ class LogFile(logging.FileHandler):
 
 
 def write_log_to(path: str | Path | None, level: str, *, who: str = "", warnings_to: str | Path | None = None) -> None:
-    """Send this process's log of ours to a file (None: standard error), not to a terminal that shows progress.
-
-    Args:
-        path: file to append to.
-        level: ``debug``, ``info``, ``warning`` or ``error``.
-        who: put before each line, such as ``rank 0``.
-        warnings_to: a file of another process that gets a copy of what is more than information.
-    """
+    """Send this process's log of ours from ``level`` on to a file (None: standard error), not to a terminal that shows
+    progress. ``who`` stands before each line, such as ``rank 0``; ``warnings_to``: a file of another process that gets
+    a copy of what is more than information."""
     logger = logging.getLogger("agentrl")
     logger.handlers = [_handler(path, who)]
     if warnings_to is not None:

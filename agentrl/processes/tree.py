@@ -20,11 +20,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent: int | None = None, *, signum: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when the thread that started it ends, however that comes about.
-
-    Args:
-        parent: process id of who should be the parent; where it is gone already, SystemExit is raised.
-    """
+    """Have the kernel send this process a signal when the thread that started it ends, however that comes about. Raises
+    SystemExit where ``parent`` is gone already."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         raise SystemExit("the process that started this one is gone")

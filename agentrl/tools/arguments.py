@@ -150,17 +150,9 @@ def _path(location: Sequence[str | int], value: Any, missing: bool) -> str:
 
 
 def near(value: Any, schema: Any, root: dict[str, Any], steps: Iterator[int]) -> Any:
-    """``value`` with near misses turned into what ``schema`` asks for; what does not fit stays as it is.
-
-    Args:
-        value: A JSON value.
-        schema: A JSON schema, or True or False.
-        root: What ``$ref`` points into.
-        steps: How many more comparisons may be made.
-
-    Raises:
-        InvalidArguments: There were too many of them.
-    """
+    """A JSON ``value`` with near misses turned into what ``schema`` (or True or False) asks for; what does not fit
+    stays as it is. ``root``: what ``$ref`` points into. ``steps``: how many more comparisons may be made.
+    Raises InvalidArguments: there were too many of them."""
     if next(steps, None) is None:
         raise InvalidArguments("the arguments are too long or too deeply nested")
     if not isinstance(schema, dict):

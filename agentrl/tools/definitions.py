@@ -148,11 +148,8 @@ def from_openai(
 
 
 def to_openai(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Tools as OpenAI-style definitions, for a chat template or another program.
-
-    Args:
-        tools: As an environment lists them: instances, classes, or plain functions.
-    """
+    """Tools, as an environment lists them (instances, classes, or plain functions), as OpenAI-style definitions, for a
+    chat template or another program."""
     definitions = []
     for entry in tools:
         tool: Any = entry() if inspect.isclass(entry) else entry

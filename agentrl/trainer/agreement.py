@@ -60,14 +60,10 @@ OLDEST = 4
 
 
 def by_age(batch: TrainBatch, current: np.ndarray, samples: Sequence[int]) -> dict[str, float]:
-    """How trainer and engine differ on the sampled tokens of these sequences, by the age of the weights that sampled
-    them: ``train/logprob_abs_diff_mean/age_<n>``, ``train/rollout_kl/age_<n>`` (k3), ``train/ess/age_<n>`` and the
-    number of tokens, ``train/sampled_tokens/age_<n>``; and ``train/age_mean``.
-
-    Args:
-        batch: with the column ``age``, in versions of the weights.
-        current: float32[T], log-probabilities of the trainer.
-    """
+    """How trainer (``current``, float32[T]) and engine differ on the sampled tokens of these sequences, by the age of
+    the weights that sampled them, in versions (column ``age``): ``train/logprob_abs_diff_mean/age_<n>``,
+    ``train/rollout_kl/age_<n>`` (k3), ``train/ess/age_<n>`` and the number of tokens, ``train/sampled_tokens/age_<n>``;
+    and ``train/age_mean``."""
     chosen = np.zeros(len(batch), bool)
     chosen[list(samples)] = True
     at = np.flatnonzero(chosen[batch.sequence] & (batch.loss_mask == 1))

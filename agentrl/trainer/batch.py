@@ -33,13 +33,8 @@ class MicroBatch:
 
 
 def micro_batch(batch: TrainBatch, samples: Sequence[int], *, multiple_of: int = 1) -> MicroBatch:
-    """Pack sequences end to end, shortest first.
-
-    Args:
-        samples: numbers of sequences of the batch; may be empty (then one masked token runs).
-        multiple_of: pad the number of tokens to a multiple of this with one masked extra
-            sequence (sequence parallelism needs a multiple of TP).
-    """
+    """Pack sequences of the batch end to end, shortest first; of none, one masked token runs. The number of tokens is
+    padded to ``multiple_of`` with one masked extra sequence (sequence parallelism needs a multiple of TP)."""
     order = sorted(samples, key=lambda i: (batch.lengths[i], i))
     spans = [np.arange(batch.offsets[i], batch.offsets[i + 1]) for i in order]
     places = np.concatenate(spans) if spans else np.zeros(0, np.int64)

@@ -141,12 +141,9 @@ TERMS: dict[str, TermFunction] = {f.__name__: f for f in (clipped_surrogate, cli
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Term:
-    """The critic's squared error, half of it, with a value that moves by more than ``clip`` from what it was before the
-    update (``old``) counted as if it had stopped there, where that is worse (arXiv:2005.12729, section 3). 0: no clip.
-
-    Args:
-        values: float32[N] with gradient.
-    """
+    """The critic's squared error, half of it, with a value (float32[N], with gradient) that moves by more than ``clip``
+    from what it was before the update (``old``) counted as if it had stopped there, where that is worse
+    (arXiv:2005.12729, section 3). 0: no clip."""
     error = (values - returns).square()
     if not clip:
         return Term("value_loss", 0.5 * error, metrics={"value_clip_fraction": torch.zeros_like(error)})

@@ -101,18 +101,10 @@ def rendered_turn(renderer: Renderer, message: Any, tools: Any) -> str:
 
 
 def check_template(chat: ChatTemplate, *, tools: bool, training: bool = True) -> list[str]:
-    """Tries the template out.
-
-    Args:
-        tools: whether the environment has tools, and leaves the call format to the template.
-        training: whether it matters what the trajectories look like, and not the answers alone.
-
-    Returns:
-        What a person should know, a line each.
-
-    Raises:
-        ConfigError: the environment has tools, and calls cannot be read as the template writes them.
-    """
+    """Tries the template out; gives what a person should know, a line each. ``tools``: the environment has some, and
+    leaves the call format to the template. ``training``: it matters what the trajectories look like, and not the
+    answers alone.
+    Raises ConfigError: the environment has tools, and calls cannot be read as the template writes them."""
     if not chat.template_source:
         return []
     notes = []

@@ -265,15 +265,9 @@ def conformed(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def joined(messages: Sequence[dict[str, Any]], between: str = "") -> list[dict[str, Any]]:
-    """The conversation as templates take it: an inline observation is part of the assistant's message.
-
-    Args:
-        messages: in plain form.
-        between: put where two messages become one.
-
-    Raises:
-        EnvError: an inline observation follows no assistant message.
-    """
+    """The conversation, in plain form, as templates take it: an inline observation is part of the assistant's message,
+    with ``between`` before it.
+    Raises EnvError: an inline observation follows no assistant message."""
     result: list[dict[str, Any]] = []
     inline = False  # whether the last message was one
     for message in messages:

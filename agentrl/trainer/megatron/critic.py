@@ -45,11 +45,8 @@ class Critic:
         return cls(Core(options.critic_load or hf_checkpoint, own, layout, total_steps=steps, values=True), algorithm)
 
     def infer(self, batch: TrainBatch, name: str) -> np.ndarray:
-        """Values of the states before the sampled tokens.
-
-        Returns:
-            float32[T], 0 where a token was not sampled. The same on all ranks.
-        """
+        """Values of the states before the sampled tokens: float32[T], 0 where a token was not sampled. The same on all
+        ranks."""
 
         def head(packed: Packed, hidden: Tensor) -> tuple[Tensor, dict[str, Any]]:
             values = self._values(packed, hidden)
@@ -59,11 +56,8 @@ class Critic:
         return self.core.whole(self.core.run(batch, step, head, forward_only=True), name, batch.num_tokens)
 
     def update(self, batch: TrainBatch, *, num_steps: int = 1) -> dict[str, float]:
-        """Train on a batch that has ``values`` and ``returns``, in the optimizer steps of :meth:`Policy.update`.
-
-        Returns:
-            Metrics, means over the steps (skipped ones are a sum, the rate is the last). The same on all ranks.
-        """
+        """Train on a batch that has ``values`` and ``returns``, in the optimizer steps of :meth:`Policy.update`. Gives
+        metrics, means over the steps (skipped ones are a sum, the rate is the last), the same on all ranks."""
         began = time.perf_counter()
         core, reports = self.core, []
         for step in core.schedule(batch, batch.steps(num_steps), [batch.episode_ids[t] for t in batch.trajectory_of]):

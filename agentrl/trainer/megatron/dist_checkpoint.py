@@ -145,13 +145,9 @@ class _Model:
         return self.conversion.config.num_moe_experts is not None
 
     def lies(self, metadata: dict[str, bool]) -> tuple[dict[str, Entry], dict[str, ShardedObject]]:
-        """Where each parameter lies in a checkpoint, and what there is beside.
-
-        Args:
-            metadata: of Megatron's: whether layers have a number in their names, or all are one tensor
-                (``non_homogeneous_layers``); whether experts and the halves of an MLP are tensors of their own
-                (``singleton_local_shards``).
-        """
+        """Where each parameter lies in a checkpoint, and what there is beside. Megatron's ``metadata`` says whether
+        layers have a number in their names, or all are one tensor (``non_homogeneous_layers``), and whether experts and
+        the halves of an MLP are tensors of their own (``singleton_local_shards``)."""
         if not (metadata["non_homogeneous_layers"] or metadata["singleton_local_shards"]):
             self.conversion.config.moe_layer_freq = 1  # with a list of layers it would number them all the same
         tensors: dict[str, Entry] = {}

@@ -56,15 +56,9 @@ def resolve_dtype(options: TrainerOptions) -> torch.dtype:
 
 
 def read_config(hf_checkpoint: str | Path, *, weights: bool = True) -> PretrainedConfig:
-    """``config.json`` of a checkpoint directory, without running code from it.
-
-    Args:
-        weights: that must be beside it.
-
-    Raises:
-        CheckpointError: the directory has no ``config.json`` or no safetensors.
-        ConfigError: it asks for what the trainer does not compute.
-    """
+    """``config.json`` of a checkpoint directory, without running code from it; ``weights``: that must be beside it.
+    Raises CheckpointError: the directory has no ``config.json`` or no safetensors.
+    Raises ConfigError: it asks for what the trainer does not compute."""
     path = Path(hf_checkpoint)
     if not (path / "config.json").is_file() or (weights and not list(path.glob("*.safetensors"))):
         raise CheckpointError(
@@ -214,11 +208,8 @@ class PolicyModel(GPTModel):
         return self.output_layer.weight
 
     def rows_for_logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Hidden states [N, h] at token positions ``rows``, ready for the split output layer.
-
-        Args:
-            hidden: [T, 1, h], or [T / TP, 1, h] with sequence parallelism.
-        """
+        """Hidden states [N, h] at token positions ``rows``, ready for the split output layer, of [T, 1, h], or [T / TP,
+        1, h] with sequence parallelism."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.pg_collection.tp)
             return hidden.squeeze(1).index_select(0, rows)

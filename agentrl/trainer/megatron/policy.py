@@ -66,14 +66,9 @@ class Policy:
         self.core.load_hf(self.core.hf_checkpoint)
 
     def infer(self, batch: TrainBatch, name: str) -> np.ndarray:
-        """Log-probabilities of the sampled tokens under the live (``old``) or the reference (``ref``) weights.
-
-        Returns:
-            float32[T], 0 where a token was not sampled. The same on all ranks.
-
-        Raises:
-            ConfigError: no reference weights are kept.
-        """
+        """Log-probabilities of the sampled tokens under the live (``old``) or the reference (``ref``) weights:
+        float32[T], 0 where a token was not sampled. The same on all ranks.
+        Raises ConfigError: no reference weights are kept."""
         (step,) = self.core.schedule(batch)
         if name == "old":
             return self._log_probs(batch, step)
