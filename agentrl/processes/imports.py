@@ -126,8 +126,8 @@ def kernels_unread() -> Iterator[None]:
     jit = importlib.import_module("triton.runtime.jit")
     reader = types.ModuleType("inspect")
     vars(reader).update(vars(inspect), getsourcelines=lambda function: ([f"def {function.__name__}():\n"], 1))
-    jit.inspect = reader
+    vars(jit)["inspect"] = reader
     try:
         yield
     finally:
-        jit.inspect = inspect
+        vars(jit)["inspect"] = inspect
