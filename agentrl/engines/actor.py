@@ -43,9 +43,9 @@ class EngineActor:
         """Process ids of the server and its children."""
         return [proc.pid for proc in self._engine.tree()]
 
-    def stop(self) -> None:
-        """End the server and all its children."""
-        self._engine.stop()
+    def stop(self, grace: float) -> None:
+        """End the server and all its children; it has so many seconds to go by itself."""
+        self._engine.stop(grace)
 
 
 class LocalEngine:
@@ -61,9 +61,9 @@ class LocalEngine:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, getattr(self._actor, method), *args)
 
-    async def end(self) -> None:
-        """End the engine, in whatever state it is: a start under way fails."""
-        await asyncio.to_thread(self._actor.stop)
+    async def end(self, grace: float = 2.0) -> None:
+        """End the engine, in whatever state it is: a start under way fails. It has so many seconds to go by itself."""
+        await asyncio.to_thread(self._actor.stop, grace)
         self._threads.shutdown(wait=False)
 
 
@@ -98,13 +98,14 @@ class RayEngine:
         except RayActorError as error:
             raise EngineError(f"the actor of an engine is gone: {error}") from error
 
-    async def end(self) -> None:
-        """End server and actor. The server dies with the actor even if it cannot be asked."""
+    async def end(self, grace: float = 2.0) -> None:
+        """End server and actor. The server has so many seconds to go by itself, and dies with the actor even if it
+        cannot be asked."""
         import ray
 
         try:
             async with asyncio.timeout(20.0):
-                await self.call("stop")
+                await self.call("stop", grace)
         except (EngineError, TimeoutError):
             pass
         ray.kill(self._handle, no_restart=True)  # type: ignore[arg-type]  # Ray says handle or class

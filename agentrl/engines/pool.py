@@ -341,7 +341,7 @@ class EnginePool:
                     log.warning("the machine of %s is cut off; the router would wait for it, and is started again", of)
                     await self._renew_router()
             if engine is not None:
-                await engine.end()
+                await engine.end(grace=0.0)  # it failed, and its requests wait for the next one
 
         return end()
 

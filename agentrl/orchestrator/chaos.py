@@ -253,7 +253,9 @@ def chaos(folder: Path, *, minutes: float, seed: int, kills: int | None, say: Ca
             happened.append(f"{fault.kind} {role}")
             say(f"fault {len(happened)}: {fault.kind} {role} (process {pid}) after step {steps_of(run)}")
             with (folder / "faults.jsonl").open("a") as file:
-                line = {"time": time.time(), "run": run.name, "role": role, "pid": pid, **dataclasses.asdict(fault)}
+                drawn = dataclasses.asdict(fault)
+                line = {"time": time.time(), "run": run.name, "kind": drawn.pop("kind"), "role": role, "pid": pid}
+                line |= {"drawn": drawn}
                 file.write(to_json(line) + "\n")
 
         def faults(number: int = number) -> Iterator[Fault]:

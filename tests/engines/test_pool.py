@@ -56,7 +56,8 @@ class FakeLocalEngine:
         await self.server.stop()
         self.dead.set()
 
-    async def end(self) -> None:
+    async def end(self, grace: float = 2.0) -> None:
+        self.grace = grace
         await self.die()
 
 
@@ -146,6 +147,7 @@ async def test_a_dead_engine_is_replaced_and_requests_go_on(monkeypatch: pytest.
         await asyncio.gather(*requests)
         await until(lambda: pool.states() == [SERVING, SERVING])
         assert engines()[2].name == "engine-0-restart-1"
+        assert engines()[0].grace == 0, "the next one waits until it is gone"
         assert worker_urls(pool) == {engine.server.url for engine in engines()[1:]}
 
 

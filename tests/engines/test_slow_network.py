@@ -34,8 +34,8 @@ class DistantEngine(FakeLocalEngine):
         self.network = await SlowNetwork(await super().call(method, *args), **self.how).__aenter__()
         return self.network.url
 
-    async def end(self) -> None:
-        await super().end()
+    async def end(self, grace: float = 2.0) -> None:
+        await super().end(grace)
         await self.network.__aexit__()
 
 
