@@ -7,7 +7,8 @@ with ``--async-buffer-size 0`` and with a buffer, alternating::
 
 Prints the steps an hour of each (from the second step on), their ratio, how old trained tokens were, the share of the
 time that the trainer waited, the share in which no request was in flight (with a buffer; without one, of rollouts),
-and the success of the last training step. Target: ratio at least 1.8, success alike.
+and the success of the last training step. Target: ratio at least 1.8, success alike. With ``--idle`` only the run with a
+buffer, where engines and tools take longer than the trainer: no request may be in flight for at most 10 % of the time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 from agentrl.envs.builtin.search import SearchEnv
 
 MEDIAN_S, SPREAD, LONGEST_S = 0.5, 1.0, 5.0
-LIMIT_S = 900.0
+LIMIT_S, IDLE = 900.0, 0.1
 
 
 class SlowSearch(SearchEnv):
@@ -73,9 +74,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--tasks", type=int, default=8, help="tasks of a rollout")
     parser.add_argument("--buffer", type=int, default=2)
+    parser.add_argument("--idle", action="store_true", help="only how long no request is in flight")
     args = parser.parse_args()
     ratios = []
     with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as temporary:
+        if args.idle:
+            result = run_once(args.buffer, Path(temporary) / "idle", args)
+            print(f"buffer {args.buffer}: {json.dumps({key: round(value, 3) for key, value in result.items()})}")
+            return 0 if result["engine_idle"] <= IDLE else 1
         for repeat in range(args.repeats):
             turns, ahead = (run_once(n, Path(temporary) / f"{repeat}-{n}", args) for n in (0, args.buffer))
             ratios.append(ahead["steps_per_hour"] / turns["steps_per_hour"])

@@ -226,6 +226,9 @@ class EngineOptions:
     rollout_health_check_timeout: Seconds = 45.0
     """Seconds such a check may take. A trainer rank or rollout manager that stands still for twice as long ends the
     run."""
+    rollout_min_engines: Positive = 1
+    """Engines with which a run goes on. A place is given up where three in a row do not start, or fail within a minute;
+    the run ends when fewer are left."""
     router_policy: Literal["consistent_hashing", "cache_aware", "round_robin", "random"] = "consistent_hashing"
     """How the router chooses an engine; `consistent_hashing` keeps an episode on one engine."""
 

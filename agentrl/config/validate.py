@@ -560,6 +560,8 @@ def _engines(config: Config | EvalConfig, given: Explicit) -> Iterator[str]:
             f"--rollout-num-engines {engines} × --rollout-num-gpus-per-engine {each} = {engines * each}, but "
             f"--rollout-num-gpus is {gpus}."
         )
+    if config.rollout_min_engines > (engines or 1):
+        yield f"--rollout-min-engines {config.rollout_min_engines} is more than the {engines or 1} engines there are."
     if config.deterministic and isinstance(config, EvalConfig) and "threads" in given:
         yield f"{given['threads']} has no effect with --deterministic: each engine has one thread."
 

@@ -121,6 +121,11 @@ class PooledEngine:
     engine: LocalEngine | RayEngine | None = None
     control: EngineControl | None = None
     watch: asyncio.Task[None] | None = None
+    served_at: float | None = None
+    """When it began to take requests, monotonic."""
+    failed: int = 0
+    """Engines in a row that never lasted here."""
+    given_up: bool = False
 
     @property
     def name(self) -> str:

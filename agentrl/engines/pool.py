@@ -7,7 +7,8 @@ An engine is always in one of four states::
 
 ``pending`` engines are healthy but may hold old weights. They get no traffic: only when they have loaded those of the
 current version, from what the trainer published, are they admitted to the router. A serving engine whose process
-ends, or that does not answer, is taken out of the router at once and replaced.
+ends, or that does not answer, is taken out of the router at once and replaced. A place whose engines do not start, or
+never last, is given up; the others go on.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 
 _WAIT_SLICE_S = 5.0
 _ROUTER_ATTEMPTS = 20
+_LASTS_S = 60.0
+"""An engine that fails within so many seconds of taking requests never lasted."""
 _PROBE_S = 5.0
 """Longest wait for a machine to answer that a port is closed."""
 
@@ -95,7 +98,8 @@ class EnginePool:
         health_interval: seconds between two checks that an engine can generate; 0 for none. That a
             process ended is noticed at once and without checks.
         health_timeout: seconds such a check may take. Two failures in a row make an engine dead.
-        max_failed_starts: replacements in a row that may fail to start before the pool gives up.
+        max_failed_starts: engines in a row that may fail to start, or never last, before their place is given up.
+        min_engines: with fewer places than so many the pool serves no more.
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class EnginePool:
         health_interval: float = 15.0,
         health_timeout: float = 45.0,
         max_failed_starts: int = 3,
+        min_engines: int = 1,
     ) -> None:
         if n < 1 or (ray_options is not None and len(ray_options) != n):
             given = "" if ray_options is None else f" with {len(ray_options)} Ray options; give one an engine"
@@ -121,7 +126,7 @@ class EnginePool:
         self.start_timeout = start_timeout
         self.health_interval = health_interval
         self.health_timeout = health_timeout
-        self.max_failed_starts = max_failed_starts
+        self.max_failed_starts, self.min_engines = max_failed_starts, min_engines
         self._log_dir = None if log_dir is None else os.fspath(log_dir)
         self._ray_options = ray_options
         self._engine_key = new_api_key()
@@ -294,6 +299,7 @@ class EnginePool:
         await self._threaded(self._router.add_worker, control.url, self._engine_key)
         if place.engine is engine:
             log.info("%s takes requests", place.name)
+            place.served_at = place.served_at or time.monotonic()
             await self._set_state(place, SERVING, engine)
         else:
             await self._threaded(self._router.remove_worker, control.url)
@@ -320,8 +326,14 @@ class EnginePool:
         """Take the engine out and start another in its place, in the background."""
         if self._stopped or place.engine is None:
             return
-        log.warning("%s is replaced: %s", place.name, reason)
-        self._spawn(self._replacing(place, self._empty(place)))
+        lasted = place.served_at is not None and time.monotonic() - place.served_at > _LASTS_S
+        place.failed, place.served_at = 0 if lasted else place.failed + 1, None
+        if place.failed >= self.max_failed_starts:
+            why = f"engines failed {place.failed} times in a row within {_LASTS_S:g} s of taking requests: {reason}"
+            self._spawn(self._give_up(place, why, self._empty(place)))
+        else:
+            log.warning("%s is replaced: %s", place.name, reason)
+            self._spawn(self._replacing(place, self._empty(place)))
 
     def _empty(self, place: PooledEngine) -> Coroutine[Any, Any, None]:
         """Empty the place now; what is left of its engine goes when the result is awaited."""
@@ -358,9 +370,18 @@ class EnginePool:
                 if engine is not None and place.engine is not engine:
                     return  # its process ended meanwhile, and its watch replaces it
                 await self._empty(place)
+        await self._give_up(place, f"{self.max_failed_starts} replacements in a row did not start")
+
+    async def _give_up(self, place: PooledEngine, why: str, end_old: Coroutine[Any, Any, None] | None = None) -> None:
+        place.given_up = True
+        left = sum(not other.given_up for other in self._places)
+        log.error("%s is given up, %d of %d engines are left: %s", place.name, left, len(self._places), why)
+        if end_old is not None:
+            await end_old
         await self._set_state(place, DEAD, None)
-        if all(other.state == DEAD for other in self._places):
-            await self._break(f"no engine runs and {self.max_failed_starts} replacements in a row did not start")
+        if left < self.min_engines:
+            least = f" of at least {self.min_engines}" if self.min_engines > 1 else ""
+            await self._break(f"{left or 'no'} engines{least} are left; of the last, {why}")
 
     async def _bring_up(self, place: PooledEngine, engine: LocalEngine | RayEngine) -> None:
         """Admit a replacement, with the current weights if weights were ever given."""

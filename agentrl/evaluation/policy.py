@@ -113,6 +113,7 @@ async def open_policy(
         start_timeout=cfg.engine_timeout,
         health_interval=cfg.rollout_health_check_interval,
         health_timeout=cfg.rollout_health_check_timeout,
+        min_engines=cfg.rollout_min_engines,
     )
     try:
         await pool.start()

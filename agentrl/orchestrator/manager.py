@@ -141,6 +141,7 @@ class RolloutManager:
             start_timeout=cfg.engine_timeout,
             health_interval=cfg.rollout_health_check_interval,
             health_timeout=cfg.rollout_health_check_timeout,
+            min_engines=cfg.rollout_min_engines,
             ray_options=self._engine_options,
         )
         self.engines = EngineService(pool, weight_sync(cfg, world, self._rank0))

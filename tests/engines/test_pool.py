@@ -291,6 +291,34 @@ async def test_it_gives_up_when_replacements_do_not_start(monkeypatch: pytest.Mo
             await asyncio.wait_for(update(pool, sender, 1), 60)
 
 
+@pytest.mark.parametrize("least", [1, 2])
+async def test_a_place_whose_engines_never_last_is_given_up_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, least: int
+) -> None:
+    async with pooled(monkeypatch, tmp_path, min_engines=least) as (pool, _):
+        await pool.start()
+        for deaths in (1, 2, 3):
+            name = f"engine-0-restart-{deaths - 1}" if deaths > 1 else "engine-0"
+            await next(engine for engine in engines() if engine.name == name).die()
+            await until(lambda: pool.states()[0] != SERVING)
+            await until(lambda last=deaths == 3: pool._places[0].given_up if last else pool.states()[0] == SERVING)
+        assert len(engines()) == 4 and pool.states()[1] == SERVING
+        if least == 1:
+            await generate(pool)
+            assert pool.broken is None
+        else:
+            assert "1 engines of at least 2 are left" in await asyncio.wait_for(pool.wait_until_broken(), 60)
+
+
+async def test_an_engine_that_lasted_is_replaced_however_often(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(pool_module, "_LASTS_S", 0.0)
+    async with pooled(monkeypatch, tmp_path, n=1) as (pool, _):
+        await pool.start()
+        for deaths in range(1, 5):
+            await engines()[-1].die()
+            await until(lambda made=deaths + 1: len(engines()) == made and pool.states() == [SERVING])
+
+
 async def test_a_killed_router_comes_back_at_the_same_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async with pooled(monkeypatch, tmp_path) as (pool, _):
         await pool.start()
