@@ -7,7 +7,7 @@ with ``--async-buffer-size 0`` and with a buffer, alternating::
 
 Prints the steps an hour of each (from the second step on), their ratio, how old trained tokens were, the share of the
 time that the trainer waited, the share in which no request was in flight (with a buffer; without one, of rollouts),
-and the success of the last training step. Target: ratio at least 1.8, success alike. With ``--idle`` only the run with a
+and the success of the last training step. Target: ratio at least 1.8, success alike. ``--idle``: only the run with a
 buffer, where engines and tools take longer than the trainer: no request may be in flight for at most 10 % of the time.
 """
 
