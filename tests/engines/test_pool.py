@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -338,6 +339,19 @@ async def test_a_killed_router_comes_back_at_the_same_address(monkeypatch: pytes
         await asyncio.wait_for(served(), 60)
         assert pool.router_url == url
         await until(lambda: len(worker_urls(pool)) == 2)
+
+
+async def test_a_router_whose_port_is_taken_for_a_while_comes_back_at_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with pooled(monkeypatch, tmp_path) as (pool, _):
+        await asyncio.to_thread(pool._router.start, 60)
+        url, port = pool.router_url, pool._router.port
+        await asyncio.to_thread(pool._router.stop)
+        with socket.create_server(("127.0.0.1", port)):
+            restarting = asyncio.create_task(pool._restart_router())
+            await until(lambda: f"port {port} on 127.0.0.1 is in use" in caplog.text)
+        assert await restarting and pool.router_url == url and pool._router.is_healthy()
 
 
 async def test_a_router_that_stands_still_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
