@@ -5,6 +5,7 @@ import contextlib
 import gzip
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -337,7 +338,8 @@ def test_something_that_is_no_url_is_refused():
         HttpRetriever("localhost:8000")
 
 
-def test_a_missing_server_package_is_named(corpus: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"starlette and uvicorn: pip install 'agentrl-toolkit\[retriever\]'"):
+@pytest.mark.parametrize("missing", ["starlette", "uvicorn"])
+def test_a_missing_server_package_is_named(corpus: Path, monkeypatch: pytest.MonkeyPatch, missing: str):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ConfigError, match=rf"needs the package {missing}: pip install 'agentrl-toolkit\[retriever\]'"):
         create_app(LocalRetriever(open_index(corpus)))
