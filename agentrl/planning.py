@@ -16,7 +16,7 @@ from pathlib import Path
 
 from agentrl.algorithms import load_algorithm
 from agentrl.config.schema import AlgorithmOptions, Config
-from agentrl.engines.world import SHARED
+from agentrl.engines.world import TURNS, share_of_engines
 from agentrl.errors import ConfigError
 from agentrl.families.family import head_dim
 from agentrl.trainer.tiles import TILE_BYTES, is_kept
@@ -25,6 +25,8 @@ GIB = 1 << 30
 ROOM = 0.9
 """Share of a GPU's memory that a plan fills: the rest is for CUDA itself, NCCL's buffers and what falls between
 blocks."""
+RESIDUE = 0.05
+"""Share of it that an engine keeps which gave its memory back: CUDA's context and workspaces."""
 ENGINE_ROOM = 0.85
 """The same of an engine's, whose CUDA graphs and batches in the making need more."""
 
@@ -132,6 +134,7 @@ class Memory:
             CPU two numbers a parameter of the largest tensor.
         snapshot: the published weights, once, in shared memory or on a disk.
         reference: the copies of weights that a rank swaps in and out, in host memory.
+        offloaded: what a rank moves to host memory while engines have its device.
         checkpoint: what rank 0 copies of its state, and with ``--async-save`` of the whole model, until it is written;
             other ranks copy their state, one of each that hold the same.
         kv_cache: of one engine rank, for all episodes in flight at their longest.
@@ -147,6 +150,7 @@ class Memory:
     snapshot: float
     reference: float
     checkpoint: float
+    offloaded: float = 0.0
 
     @property
     def trainer(self) -> float:
@@ -171,6 +175,7 @@ class Memory:
             ),
             ("snapshot", f"{in_gib(self.snapshot)}, once, of the trainer's first machine"),
             *([("reference", f"{in_gib(self.reference)} of host memory a rank")] if self.reference else []),
+            *([("offloaded", f"{in_gib(self.offloaded)} of host memory a rank")] if self.offloaded else []),
             *([("checkpoint", f"{in_gib(self.checkpoint)} of host memory, rank 0")] if self.checkpoint else []),
         ]
 
@@ -201,10 +206,11 @@ def memory_of(cfg: Config, shape: Shape, device: str) -> Memory:
     longest = max(cfg.rollout_max_context_len, cfg.eval_max_context_len or 0)
     in_flight = ceil(cfg.rollout_concurrency / (cfg.rollout_num_engines or 1))
     of_layer = shape.latent or 2 * max(1, shape.groups // engine_ranks) * shape.head_dim
+    weights, optimizer = models * item * (dense + experts), models * (12 if bf16 else 8) * owned
     return Memory(
-        weights=models * item * (dense + experts),
+        weights=weights,
         gradients=models * 4 * (dense + experts),
-        optimizer=models * (12 if bf16 else 8) * owned,
+        optimizer=optimizer,
         activations=activations(cfg, shape, item, device),
         step=4 * owned if device == "cuda" else 8 * shape.embedding,
         engine_weights=item * shape.parameters / engine_ranks,
@@ -212,6 +218,7 @@ def memory_of(cfg: Config, shape: Shape, device: str) -> Memory:
         snapshot=item * shape.parameters,
         reference=2 * item * (dense + experts) if "ref" in algorithm.infers(1) else 0,
         checkpoint=state + exported if cfg.save_interval or cfg.best_metric else 0,
+        offloaded=weights + optimizer if cfg.takes_turns and cfg.offload_train is not False else 0,
     )
 
 
@@ -219,8 +226,12 @@ def short_of_memory(cfg: Config, free: float) -> str | None:
     """What to know where a machine without GPUs has ``free`` bytes for a run that takes more; None otherwise."""
     memory = memory_of(cfg, Shape.of(str(cfg.hf_checkpoint)), "cpu")
     ranks, engines = cfg.world_size, cfg.rollout_num_engines or 1
-    needed = ranks * (memory.trainer + memory.reference) if cfg.trains else 0
-    needed += engines * memory.engine if cfg.plays else 0
+    trainer = ranks * (memory.trainer + memory.reference) if cfg.trains else 0
+    of_engines = engines * memory.engine if cfg.plays else 0
+    needed = trainer + of_engines
+    if cfg.takes_turns:  # what is offloaded stays in this memory, but for gradients and what a step needs
+        away = ranks * (memory.offloaded + memory.reference) if memory.offloaded else trainer
+        needed = max(trainer + (0 if cfg.offload_rollout else of_engines), away + of_engines)
     needed += memory.snapshot if cfg.plays and cfg.trains else 0
     if needed <= free:
         return None
@@ -295,12 +306,15 @@ class Plan:
 
     @property
     def trainer_room(self) -> float:
-        """Bytes of a GPU that a rank may take; where an engine shares it, what is left of a GPU beside that."""
-        return (ROOM - SHARED if self.is_shared else ROOM) * self.gpu_bytes
+        """Bytes of a GPU that a rank may take; where an engine shares it, what is left of a GPU beside that, or, where
+        they take turns, beside what it does not give back."""
+        share = share_of_engines(self.config)
+        beside = RESIDUE if share == TURNS else share
+        return (ROOM - beside if self.is_shared else ROOM) * self.gpu_bytes
 
     @property
     def engine_room(self) -> float:
-        return (SHARED if self.is_shared else ENGINE_ROOM) * self.gpu_bytes
+        return (share_of_engines(self.config) if self.is_shared else ENGINE_ROOM) * self.gpu_bytes
 
     @property
     def episodes(self) -> float:
@@ -336,12 +350,13 @@ def plans(cfg: Config, shape: Shape, gpus: int, gpu_bytes: float) -> Iterator[Pl
     """Layouts on machines of ``gpus`` GPUs, ``--actor-num-nodes`` of them, the better ones first: the layout that was
     given, or all that the model allows.
 
-    Better is: half of the GPUs for each side, then fewer ranks to a copy of the model, then without computing
-    activations twice, then smaller engines. Ranks that are replicas share the optimizer's state. Each machine has as
-    many ranks as every other, and neither an engine nor a tensor-parallel group straddles two.
+    Better is: half of the GPUs for each side, or all of them for both with ``--colocate``, then fewer ranks to a copy
+    of the model, then without computing activations twice, then smaller engines. Ranks that are replicas share the
+    optimizer's state. Each machine has as many ranks as every other, and neither an engine nor a tensor-parallel group
+    straddles two.
     """
     nodes = cfg.actor_num_nodes
-    shared = gpus * nodes == 1  # by one rank and one engine
+    shared = cfg.takes_turns or gpus * nodes == 1  # then by one rank and one engine
     in_step = cfg.global_batch_size or cfg.rollout_batch_size * cfg.n_samples_per_prompt // (
         cfg.num_steps_per_rollout or 1
     )
@@ -357,14 +372,16 @@ def plans(cfg: Config, shape: Shape, gpus: int, gpu_bytes: float) -> Iterator[Pl
         recompute = [cfg.megatron] if cfg.recompute_activations or cfg.megatron else [{}, _FULL]
         layouts = sorted(product(divides, stages, recompute), key=lambda x: (x[0] * x[1], len(x[2]), x[1]))
         sides = sorted(range(1, max(gpus, 2)), key=lambda n: (abs(2 * n - gpus), n))
+        if cfg.takes_turns:
+            sides = list(range(gpus, 0, -1))
     for ranks, (tensor, stages_, megatron) in product(sides, layouts):
-        left = gpus - ranks + shared
+        left = ranks if shared else gpus - ranks
         for each in _SIZES if cfg.rollout_num_gpus_per_engine == 1 else [cfg.rollout_num_gpus_per_engine]:
             room = left // each * nodes
             engines = cfg.rollout_num_engines or max(1, (cfg.rollout_num_gpus or room * each) // each)
             if cfg.rollout_num_gpus not in (None, engines * each):
                 continue
-            if ranks * nodes % (tensor * stages_) or ranks % tensor or room < engines:
+            if ranks > gpus or ranks * nodes % (tensor * stages_) or ranks % tensor or room < engines:
                 continue
             if shape.heads % each or shape.groups % each:
                 continue

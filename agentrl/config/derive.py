@@ -14,8 +14,13 @@ from agentrl.loading import is_spec
 DERIVED = {
     "global_batch_size": ("rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout"),
     "num_steps_per_rollout": ("global_batch_size",),
-    "rollout_num_engines": ("rollout_num_gpus",),
-    "rollout_num_gpus": ("rollout_num_engines", "rollout_num_gpus_per_engine"),
+    "rollout_num_engines": ("rollout_num_gpus", "colocate"),
+    "rollout_num_gpus": (
+        *("rollout_num_engines", "rollout_num_gpus_per_engine"),
+        *("colocate", "actor_num_nodes", "actor_num_gpus_per_node"),
+    ),
+    "offload_train": ("colocate",),
+    "offload_rollout": ("colocate",),
     "actor_num_gpus_per_node": (
         *("actor_num_nodes", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     ),
@@ -48,7 +53,11 @@ def batch_rule(config: Config, global_batch_size: Any, num_steps_per_rollout: An
 def derive(config: AnyConfig) -> AnyConfig:
     """``config`` with the options filled that were left to follow from others.
     Raises ConfigError: what was given cannot be completed (the batch rule has no whole solution, for one)."""
-    changes: dict[str, Any] = _engines(config)
+    changes: dict[str, Any] = {}
+    if isinstance(config, Config) and config.actor_num_gpus_per_node is None:
+        ranks = max(1, -(-config.model_parallel_size // max(1, config.actor_num_nodes)))
+        config = config.replace(actor_num_gpus_per_node=ranks)
+    changes |= _engines(config)
     served = isinstance(config, EvalConfig) and config.base_url is not None
     if config.hf_checkpoint is not None or not served:
         changes["hf_checkpoint"] = model_folder(config.hf_checkpoint or DEMO)
@@ -70,8 +79,9 @@ def derive(config: AnyConfig) -> AnyConfig:
     if config.store_train_tokens is None:
         episodes = config.rollout_batch_size * config.n_samples_per_prompt
         changes["store_train_tokens"] = episodes * config.rollout_max_context_len <= STORED_TOKENS
-    if config.actor_num_gpus_per_node is None:
-        changes["actor_num_gpus_per_node"] = max(1, -(-config.model_parallel_size // max(1, config.actor_num_nodes)))
+    if config.colocate:
+        for name in ("offload_train", "offload_rollout"):
+            changes[name] = getattr(config, name) is not False
     if config.use_kl_loss or config.kl_coef:
         changes["ref_load"] = model_folder(config.ref_load or changes["hf_checkpoint"])
     return config.replace(**changes)
@@ -108,7 +118,8 @@ def _engines(config: EngineOptions) -> dict[str, int]:
     if engines is not None and gpus is not None:
         return {}
     if gpus is None:
-        engines = 1 if engines is None else engines
+        if engines is None:
+            engines = max(1, config.world_size // each) if isinstance(config, Config) and config.takes_turns else 1
         return {"rollout_num_engines": engines, "rollout_num_gpus": engines * each}
     if gpus % each:
         raise ConfigError(

@@ -10,13 +10,7 @@ from collections.abc import Iterable
 
 from agentrl.loading import toml_beside
 
-_ONE_SET_OF_DEVICES = "trainer and engines on the same devices"
-
 NOT_AVAILABLE = {
-    "colocate": _ONE_SET_OF_DEVICES,
-    "offload": _ONE_SET_OF_DEVICES,
-    "offload-train": _ONE_SET_OF_DEVICES,
-    "offload-rollout": _ONE_SET_OF_DEVICES,
     "use-opd": "on-policy distillation",
     "group-rm": "a reward that sees a whole group",
     "custom-reward-post-process-path": "changing rewards between scoring and training",

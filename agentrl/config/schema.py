@@ -709,6 +709,21 @@ class ParallelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ColocationOptions:
+    """Trainer and engines on the same devices"""
+
+    colocate: bool = False
+    """Put trainer and engines on the same devices, on which they take turns: whose turn is over gives its memory back
+    (docs/colocate.md). Engines then have the GPUs of the trainer: --rollout-num-gpus follows from it."""
+    offload_train: bool | None = None
+    """With --colocate: ranks move weights and optimizer to host memory, and drop gradients, while engines generate.
+    Unset: on."""
+    offload_rollout: bool | None = None
+    """With --colocate: engines drop weights and KV cache while the trainer has its turn, and load the weights that are
+    published then. Unset: on."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SyncOptions:
     """Weight sync from trainer to engines"""
 
@@ -774,6 +789,7 @@ class Config(
     EvaluationOptions,
     CheckpointOptions,
     SyncOptions,
+    ColocationOptions,
     ParallelOptions,
     OptimizerOptions,
     CriticOptions,
@@ -810,6 +826,11 @@ class Config(
     def trains(self) -> bool:
         """Whether there is a trainer."""
         return not self.debug_rollout_only
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether there are two sides on the same devices."""
+        return self.colocate and self.plays and self.trains
 
 
 @dataclass(frozen=True, kw_only=True)

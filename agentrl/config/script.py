@@ -143,9 +143,6 @@ def _translated(flag: Flag, given: dict[str, Flag]) -> Translation:
     reason = FROM_CHECKPOINT if new.replace("-", "_") in CHECKPOINT else IMPLIED.get(name)
     if reason is not None:
         return Translation(flag, None, f"needless: {reason}")
-    if name == "colocate":
-        note = "let --actor-num-gpus-per-node and --rollout-num-gpus share the GPUs out"
-        return Translation(flag, None, f"not available yet: {NOT_AVAILABLE[name]}; {note}")
     if name in NOT_AVAILABLE:
         return Translation(flag, None, f"not available yet: {NOT_AVAILABLE[name]}")
     if name in ADVICE:

@@ -18,6 +18,7 @@ from agentrl.config.megatron_options import problems as megatron_problems
 from agentrl.config.options import options
 from agentrl.config.schema import (
     AlgorithmOptions,
+    ColocationOptions,
     Config,
     CriticOptions,
     EngineOptions,
@@ -67,6 +68,7 @@ def validate(config: Config | EvalConfig, explicit: Explicit | None = None) -> N
             problems += _evaluated(config, given)
         else:
             problems += [*_batch(config), *_layout(config), *_numbers(config), *_workers(config), *_halves(config)]
+            problems += _colocated(config)
             problems += _without_effect(config, given)
         problems += [*_engines(config, given), *template_problems(config)]
     if problems:
@@ -139,7 +141,7 @@ def _tasks(config: Config | EvalConfig, given: Explicit) -> Iterator[str]:
 
 
 _PLAYED = (
-    *(EnvironmentOptions, SamplingOptions, LimitOptions, EngineOptions, SyncOptions),
+    *(EnvironmentOptions, SamplingOptions, LimitOptions, EngineOptions, SyncOptions, ColocationOptions),
     *(EvaluationOptions, TrainingEvaluationOptions, CriticOptions, AlgorithmOptions, ReplayOptions),
 )
 _LEARNED = ("rollout_max_context_len", "loss_type", "loss_agg_mode", "loss_scale_factor", "custom_loss_function_path")
@@ -469,6 +471,35 @@ def _asynchronous(config: Config) -> Iterator[str]:
         )
 
 
+def _colocated(config: Config) -> Iterator[str]:
+    """What does not go together with two sides that take turns on the same devices."""
+    if not config.takes_turns:
+        return
+    engines, each = config.rollout_num_engines or 1, config.rollout_num_gpus_per_engine
+    a_node = config.actor_num_gpus_per_node or 1
+    if config.async_buffer_size:
+        yield (
+            f"--async-buffer-size {config.async_buffer_size} and --colocate exclude each other: nobody generates while "
+            "the trainer has the devices. Give 0, or devices of their own to both sides."
+        )
+    if engines * each > config.world_size:
+        yield (
+            f"--colocate puts engines on the devices of the {config.world_size} trainer ranks, and {engines} engines "
+            f"of {each} take {engines * each}: give --rollout-num-gpus {config.world_size // each * each or each}, or "
+            "leave it out."
+        )
+    elif config.actor_num_nodes > 1 and a_node % each:
+        yield (
+            f"--rollout-num-gpus-per-engine {each} does not divide the {a_node} ranks of a machine: with --colocate an "
+            "engine would straddle two."
+        )
+    if config.pause_mode != "retract" and config.offload_rollout:
+        yield (
+            f"--pause-mode {config.pause_mode} and --colocate exclude each other: engines that give their KV cache "
+            "back put requests in flight back into their queue, which is `retract`."
+        )
+
+
 def _schedules(config: Config) -> Iterator[str]:
     decay, left = config.lr_wsd_decay_steps, _policy_steps(config) - config.lr_warmup_steps
     if config.lr_decay_style == "WSD" and decay is None:
@@ -518,6 +549,7 @@ _NEEDS: dict[str, tuple[Callable[[Config], bool], tuple[str, ...]]] = {
     ),
     "--partial-rollout": (lambda c: c.partial_rollout, ("mask_offpolicy_in_partial_rollout",)),
     "--replay-share": (lambda c: c.replay_share > 0, ("replay_buffer_size", "buffer_filter_path")),
+    "--colocate": (lambda c: c.colocate, ("offload_train", "offload_rollout")),
     "--use-wandb": (lambda c: c.use_wandb, ("wandb_project",)),
     "--lr-decay-style linear, cosine, inverse-square-root or WSD": (
         lambda c: c.lr_decay_style != "constant",

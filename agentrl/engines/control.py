@@ -53,6 +53,10 @@ def continuing() -> Call:
     return "/continue_generation", {"torch_empty_cache": False}
 
 
+RELEASE: Call = ("/release_memory_occupation", {})
+"""Give all memory back: KV cache, weights, CUDA graphs. SGLang takes it only while nothing runs."""
+RESUME: Call = ("/resume_memory_occupation", {})
+"""Have it again; the weights in it are nobody's. SGLang's scheduler ends at one that was not released."""
 BEGIN: Call = ("/begin_weight_update", {})
 """Open the session within which a broadcast may arrive."""
 END: Call = ("/end_weight_update", {})
@@ -97,6 +101,8 @@ class EngineControl:
         self._timeout = timeout
         self._session: aiohttp.ClientSession | None = None
         self.closed = False  # its engine was given up
+        self.released = False
+        """It may have no memory: it can neither generate nor be asked for its weights."""
 
     def __repr__(self) -> str:
         return f"EngineControl({self.url})"
@@ -177,6 +183,19 @@ class EngineControl:
     async def overwrite_weights(self, *, timeout: float | None = None) -> None:
         """Fill every parameter with random numbers, to see afterwards which ones new weights replace."""
         await self._post("/weights_checker", {"action": "reset_tensors"}, timeout=timeout)
+
+    # Memory.
+
+    async def release(self, *, timeout: float) -> None:
+        """Stop generating and give the memory back. Requests in flight wait in the queue, and new ones with them."""
+        self.released = True  # also where the answer is lost
+        await self.in_turn([pausing(), RELEASE], timeout=timeout)
+
+    async def resume(self, *, timeout: float) -> None:
+        """Have the memory again, if it was released. The engine still stands: it needs weights first."""
+        if self.released:
+            await self._post(*RESUME, timeout=timeout)
+            self.released = False
 
     # Health.
 

@@ -24,17 +24,27 @@ nothing at all.
 engine and shared by its three processes. It is safe on the CPU only (a CUDA context does not survive
 a fork) and only while the parent has one thread, which is checked.
 
+:func:`give_memory_back` does for `release_memory_occupation` what torch_memory_saver does with CUDA.
+
 The module imports only the standard library, so that it can be imported first.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.machinery
+import itertools
+import mmap
 import os
 import sys
 import threading
 import types
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PLACEHOLDERS: tuple[str, ...] = (
     "sgl_kernel",
@@ -129,3 +139,43 @@ def fork_children() -> None:
             mp.set_start_method("fork", force=True)
 
     engine._set_envs_and_config = set_envs_and_config_then_fork
+
+
+def give_memory_back() -> None:
+    """Have an engine on the CPU give memory back where SGLang releases it, which does so with CUDA only.
+
+    As there, addresses stay and contents are lost. Resuming has nothing to do: the kernel gives a page again when it is
+    touched.
+    """
+    from sglang.srt import constants
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    release = SchedulerWeightUpdaterManager.release_memory_occupation
+
+    def release_and_discard(self: Any, request: Any) -> Any:
+        answer, tags = release(self, request), request.tags or constants.GPU_MEMORY_ALL_TYPES
+        runner = self.tp_worker.model_runner
+        if constants.GPU_MEMORY_TYPE_KV_CACHE in tags:
+            pool = vars(runner.token_to_kv_pool)
+            for name in ("k_buffer", "v_buffer", "kv_buffer"):  # the last of latent attention
+                discard(pool.get(name, ()))
+        if constants.GPU_MEMORY_TYPE_WEIGHTS in tags:  # SGLang has stashed the buffers
+            discard(itertools.chain(runner.model.parameters(), runner.model.buffers()))
+        return answer
+
+    SchedulerWeightUpdaterManager.release_memory_occupation = release_and_discard
+
+
+def discard(tensors: Iterable[Tensor]) -> None:
+    """Give the pages under these tensors back to the kernel. They hold zeros then, or at their ends what they held.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        start = -(-storage.data_ptr() // page) * page
+        size = (storage.data_ptr() + storage.nbytes()) // page * page - start
+        if size > 0 and libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED):
+            raise OSError(error := ctypes.get_errno(), f"{size} bytes are not given back: {os.strerror(error)}")

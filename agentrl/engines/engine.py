@@ -44,6 +44,8 @@ class EngineSpec:
     deterministic: bool = False
     """SGLang's deterministic mode: what a request is answered follows from its prompt, its ``sampling_seed`` and the
     weights alone. On the CPU (:mod:`agentrl.engines.cpu_deterministic`) in float32 with one thread."""
+    gives_back: bool = False
+    """Memory can be released and resumed (CUDA: SGLang's ``--enable-memory-saver``; on the CPU it always can)."""
     skip_tokenizer: bool = False
     """Serve token ids only: no tokenizer is loaded, stop *strings* do not work."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -95,6 +97,7 @@ class EngineSpec:
             "max-total-tokens": self.max_total_tokens,
             "random-seed": self.seed,
             "enable-deterministic-inference": self.deterministic,
+            "enable-memory-saver": self.gives_back and self.device == "cuda",
             "skip-server-warmup": True,
             "log-level": "info",
             "log-level-http": "warning",

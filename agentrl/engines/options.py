@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -15,18 +16,21 @@ CONTEXT_MARGIN = 64
 """Tokens of a context that SGLang keeps for itself, with some to spare."""
 
 
-def engine_spec(
-    cfg: Config | EvalConfig, model_dir: str, world: World, *, mem_fraction: float | None = None
-) -> EngineSpec:
+def engine_spec(cfg: Config | EvalConfig, model_dir: str, world: World) -> EngineSpec:
     """What each engine of a run serves, and on what.
 
-    Args:
-        mem_fraction: share of a GPU's memory that it takes; None: SGLang's choice.
-
     Raises:
-        ConfigError: ``--deterministic`` in a precision for which the CPU cannot offer it.
+        ConfigError: ``--deterministic`` in a precision for which the CPU cannot offer it; memory cannot be given back.
     """
-    gpu = world.has_gpu
+    gpu, mem_fraction, gives_back = world.has_gpu, None, False
+    if isinstance(cfg, Config):
+        mem_fraction, gives_back = world.engine_memory(cfg), cfg.takes_turns and bool(cfg.offload_rollout)
+    if gpu and gives_back and importlib.util.find_spec("torch_memory_saver") is None:
+        raise ConfigError(
+            "--colocate: engines give GPU memory back by the package torch_memory_saver, which is not installed. It "
+            'comes with SGLang\'s own requirements: pip install "agentrl-toolkit[gpu]", or pip install '
+            "torch_memory_saver. Without it: --no-offload-rollout, if both sides fit into the memory."
+        )
     if cfg.deterministic and not gpu and cfg.dtype == "bf16":
         raise ConfigError("--deterministic on the CPU computes in fp32: leave --dtype bf16 out.")
     dtype = {"bf16": "bfloat16", "fp32": "float32", "auto": None}[cfg.dtype]
@@ -43,6 +47,7 @@ def engine_spec(
         threads=1 if cfg.deterministic else cfg.threads or engine_threads(cfg),
         seed=cfg.seed,
         deterministic=cfg.deterministic,
+        gives_back=gives_back,
         extra=extra,
     )
 

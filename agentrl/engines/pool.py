@@ -9,6 +9,9 @@ An engine is always in one of four states::
 current version, from what the trainer published, are they admitted to the router. A serving engine whose process
 ends, or that does not answer, is taken out of the router at once and replaced. A place whose engines do not start, or
 never last, is given up; the others go on.
+
+Where engines share their devices with others, all of them can be released: they stand still without memory, are asked
+for nothing, and none is started, until the next update of the weights.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ _WAIT_SLICE_S = 5.0
 _ROUTER_ATTEMPTS = 20
 _LASTS_S = 60.0
 """An engine that fails within so many seconds of taking requests never lasted."""
+_RELEASE_S = 120.0
+"""Longest wait for an engine to give its memory back, or to have it again."""
 _PROBE_S = 5.0
 """Longest wait for a machine to answer that a port is closed."""
 
@@ -137,6 +142,8 @@ class EnginePool:
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="agentrl-router")
         self._tasks: set[asyncio.Task[Any]] = set()
         self._lock = asyncio.Lock()  # held while weights are on their way
+        self._room = asyncio.Event()  # the devices are the engines', also for one that is to start
+        self._room.set()
         self._changed = asyncio.Condition()
         self._updater: Updater | None = None
         self._updated = False
@@ -239,8 +246,11 @@ class EnginePool:
             raise EngineError("nobody gives the pool weights; call attach() first")
         async with self._lock:
             self._updated = True
+            self._room.set()
             for attempt in range(self.max_failed_starts):
                 engines = await self._wait_for_engines()
+                if not (engines := await self._each(engines, lambda e: e.resume(timeout=_RELEASE_S))):
+                    continue
                 try:
                     report = await self._updater.update(engines)
                 except SyncFailed as error:
@@ -251,7 +261,30 @@ class EnginePool:
                 self._replace_failed(report)
                 await asyncio.gather(*(self._admit(p) for p in self._of(report.synced) if p.state == PENDING))
                 return report
-        raise AssertionError("unreachable")
+        raise EngineError(f"{self.max_failed_starts} times in a row no engine had its memory again")
+
+    async def release(self) -> None:
+        """Have all engines give their memory back, until the next :meth:`update_weights`. One that does not is ended;
+        another takes its place when there is room again. Returns when the memory is free."""
+        async with self._lock:
+            self._room.clear()
+            async with self._changed:  # one that starts has memory, too
+                await self._changed.wait_for(lambda: STARTING not in self.states())
+            await self._each(self.engines(SERVING, PENDING), lambda e: e.release(timeout=_RELEASE_S))
+
+    async def _each(
+        self, engines: Sequence[EngineControl], call: Callable[[EngineControl], Awaitable[None]]
+    ) -> list[EngineControl]:
+        """Those that did as they were asked. Others are replaced, and have ended by now."""
+        results = await asyncio.gather(*map(call, engines), return_exceptions=True)
+        ends = list[Awaitable[None]]()
+        for engine, result in zip(engines, results, strict=True):
+            if isinstance(result, EngineError):
+                ends += filter(None, [self._replace(place, str(result)) for place in self._of([engine.url])])
+            elif isinstance(result, BaseException):
+                raise result
+        await asyncio.gather(*ends)
+        return [engine for engine, result in zip(engines, results, strict=True) if result is None]
 
     async def _wait_for_engines(self) -> list[EngineControl]:
         async with self._changed:
@@ -276,6 +309,7 @@ class EnginePool:
 
     async def _fill(self, place: PooledEngine) -> LocalEngine | RayEngine:
         """Start an engine in this place; pending afterwards, if it still lives."""
+        await self._room.wait()
         began = time.monotonic()
         place.state, spec = STARTING, place.own(self.spec, len(self._places), placed=self._ray_options is not None)
         arguments = {"name": place.name, "log_dir": self._log_dir, "host": self.host, "api_key": self._engine_key}
@@ -322,18 +356,21 @@ class EnginePool:
         if place.engine is engine:
             self._replace(place, reason)
 
-    def _replace(self, place: PooledEngine, reason: str) -> None:
-        """Take the engine out and start another in its place, in the background."""
+    def _replace(self, place: PooledEngine, reason: str) -> asyncio.Task[None] | None:
+        """Take the engine out and start another in its place, in the background. The result ends when the old one is
+        gone."""
         if self._stopped or place.engine is None:
-            return
+            return None
         lasted = place.served_at is not None and time.monotonic() - place.served_at > _LASTS_S
         place.failed, place.served_at = 0 if lasted else place.failed + 1, None
+        ended = self._spawn(self._empty(place))
         if place.failed >= self.max_failed_starts:
             why = f"engines failed {place.failed} times in a row within {_LASTS_S:g} s of taking requests: {reason}"
-            self._spawn(self._give_up(place, why, self._empty(place)))
+            self._spawn(self._give_up(place, why, ended))
         else:
             log.warning("%s is replaced: %s", place.name, reason)
-            self._spawn(self._replacing(place, self._empty(place)))
+            self._spawn(self._replacing(place, ended))
+        return ended
 
     def _empty(self, place: PooledEngine) -> Coroutine[Any, Any, None]:
         """Empty the place now; what is left of its engine goes when the result is awaited."""
@@ -357,7 +394,7 @@ class EnginePool:
 
         return end()
 
-    async def _replacing(self, place: PooledEngine, end_old: Coroutine[Any, Any, None]) -> None:
+    async def _replacing(self, place: PooledEngine, end_old: Awaitable[None]) -> None:
         await end_old
         for attempt in range(self.max_failed_starts):
             place.incarnation += 1
@@ -370,9 +407,10 @@ class EnginePool:
                 if engine is not None and place.engine is not engine:
                     return  # its process ended meanwhile, and its watch replaces it
                 await self._empty(place)
+                await self._set_state(place, DEAD, None)
         await self._give_up(place, f"{self.max_failed_starts} replacements in a row did not start")
 
-    async def _give_up(self, place: PooledEngine, why: str, end_old: Coroutine[Any, Any, None] | None = None) -> None:
+    async def _give_up(self, place: PooledEngine, why: str, end_old: Awaitable[None] | None = None) -> None:
         place.given_up = True
         left = sum(not other.given_up for other in self._places)
         log.error("%s is given up, %d of %d engines are left: %s", place.name, left, len(self._places), why)
@@ -388,6 +426,8 @@ class EnginePool:
         async with self._lock:
             if place.engine is not engine or place.control is None or place.state != PENDING:
                 return
+            if not self._room.is_set():
+                return  # it was released with the others, and gets its weights with them
             if self._updater is not None and self._updated:
                 try:
                     if await self._updater.restore(place.control) is None:
@@ -413,16 +453,17 @@ class EnginePool:
     # Watching.
 
     async def _check_health(self) -> None:
-        """Find engines that run but do not answer. Not while weights are on their way: they are paused."""
+        """Find engines that run but do not answer. Not while weights are on their way, or they are released: then they
+        are paused."""
         misses: dict[str, int] = {}
         while True:
             await asyncio.sleep(self.health_interval)
-            if self._lock.locked():
+            if self._stand():
                 misses.clear()
                 continue
             serving = [(place, place.control) for place in self._places if place.control and place.state == SERVING]
             answers = await asyncio.gather(*(c.can_generate(timeout=self.health_timeout) for _, c in serving))
-            if self._lock.locked():
+            if self._stand():
                 continue  # a pause began while we asked
             for (place, control), answer in zip(serving, answers, strict=True):
                 if place.control is not control:
@@ -431,6 +472,9 @@ class EnginePool:
                 misses[url] = 0 if answer else misses.get(url, 0) + 1
                 if misses[url] >= 2:
                     self._replace(place, f"it did not answer two health checks of {self.health_timeout:g} s")
+
+    def _stand(self) -> bool:
+        return self._lock.locked() or not self._room.is_set()
 
     async def _watch_router(self) -> None:
         """Start the router again, at the same address and with the same key, should it end or answer no more."""

@@ -224,6 +224,7 @@ def take_calls_in_turn() -> None:
     """
     from sglang.srt.entrypoints import http_server
     from sglang.srt.managers import io_struct
+    from starlette.responses import Response
 
     calls = {
         "/pause_generation": (http_server.pause_generation, io_struct.PauseGenerationReqInput),
@@ -233,6 +234,10 @@ def take_calls_in_turn() -> None:
             io_struct.UpdateWeightsFromDistributedReqInput,
         ),
         "/update_weights_from_disk": (http_server.update_weights_from_disk, io_struct.UpdateWeightFromDiskReqInput),
+        "/release_memory_occupation": (
+            http_server.release_memory_occupation,
+            io_struct.ReleaseMemoryOccupationReqInput,
+        ),
         "/end_weight_update": (http_server.end_weight_update, io_struct.EndWeightUpdateReqInput),
         "/continue_generation": (http_server.continue_generation, io_struct.ContinueGenerationReqInput),
     }
@@ -240,7 +245,7 @@ def take_calls_in_turn() -> None:
     async def in_turn(request: Any) -> Any:
         for path, body in await request.json():
             function, kind = calls[path]
-            answer = await function(kind(**body), request)
+            answer = await function(kind(**body), request) or Response()  # some answer nothing
             if answer.status_code != 200:
                 answer.headers["x-refused"] = path
                 break
@@ -257,6 +262,8 @@ def patch() -> None:
     keep_shared_files_private()
     sleep_while_paused()
     keep_versions_apart()
+    if cpu_backend.needed():
+        cpu_backend.give_memory_back()
 
 
 def import_sglang(model_path: str) -> None:

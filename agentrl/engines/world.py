@@ -11,7 +11,10 @@ from typing import Any
 from agentrl.config.schema import Config, EvalConfig, ServeOptions
 
 SHARED = 0.4
-"""Share of a GPU's memory that an engine takes where it shares the GPU with the trainer."""
+"""Share of a GPU's memory that an engine takes where it shares the GPU with a trainer that stays in it."""
+TURNS = 0.8
+"""The same where the trainer is away while engines generate: the rest is for what neither side gives back, such as
+CUDA's contexts, libraries' workspaces and NCCL's buffers."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,18 @@ class World:
         return asked.rollout_num_gpus_per_engine if self.has_gpu else 1
 
     def is_shared(self, asked: Config) -> bool:
-        """Whether the one rank and the one engine of a run have but one GPU, of which each gets a half."""
+        """Whether engines run on the devices of the trainer's ranks: by ``--colocate``, or because the one rank and
+        the one engine of a run have but one GPU."""
         engines = asked.rollout_num_engines or 1 if asked.plays else 0
         ranks = asked.world_size if asked.trains else 0
-        return (self.gpus, ranks, engines, asked.rollout_num_gpus_per_engine) == (1, 1, 1, 1)
+        alone = (self.gpus, ranks, engines, asked.rollout_num_gpus_per_engine) == (1, 1, 1, 1)
+        return asked.takes_turns or alone
+
+    def engine_memory(self, asked: Config) -> float | None:
+        """Share of a GPU's memory that an engine takes; None: SGLang's choice for a GPU of its own."""
+        return share_of_engines(asked) if self.is_shared(asked) else None
+
+
+def share_of_engines(asked: Config) -> float:
+    """Share of a GPU's memory that an engine takes where it shares the GPU."""
+    return TURNS if asked.takes_turns and False not in (asked.offload_train, asked.offload_rollout) else SHARED

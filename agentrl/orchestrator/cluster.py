@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,21 +89,41 @@ def bundles_of(cfg: Config, world: World) -> list[Bundle]:
     if not cfg.plays:
         engines = 0
     world_size = cfg.world_size if cfg.trains else 0
-    needed, share = world_size + engines * per_engine, 0.5 if world.is_shared(cfg) else 1.0
-    if world.has_gpu and needed * share > world.gpus:
+    shared = world.is_shared(cfg)
+    needed = world_size + (0 if shared else engines * per_engine)
+    if world.has_gpu and needed > world.gpus:
+        of_engines = "engines beside it" if shared else f"{engines} x {per_engine} for engines"
         raise ConfigError(
-            f"this run asks for {needed} GPUs ({world_size} for the trainer, {engines} x {per_engine} for "
-            f"engines), and there are {world.gpus}. Ask for fewer ranks or engines; a single GPU is shared by one rank "
-            "and one engine."
+            f"this run asks for {needed} GPUs ({world_size} for the trainer, {of_engines}), and there are "
+            f"{world.gpus}. Ask for fewer ranks or engines, or have them share GPUs by --colocate; a single GPU is "
+            "shared by one rank and one engine."
         )
     per_node = cfg.world_size // cfg.actor_num_nodes
-    per_rank = share if world.has_gpu else 0
-    ranks = [Bundle(f"rank-{i}", 1, per_rank, node=i // per_node) for i in range(world_size)]
-    places = [Bundle(f"engine-{i}", 1, per_engine * share) for i in range(engines)]
+    ranks = [Bundle(f"rank-{i}", 1, 1 if world.has_gpu else 0, node=i // per_node) for i in range(world_size)]
+    # To Ray shared GPUs are the ranks': with fractions it would put two ranks on one.
+    places = [Bundle(f"engine-{i}", 1, per_engine) for i in range(engines)]
+    if shared:
+        each = cfg.rollout_num_gpus_per_engine
+        places = [Bundle(f"engine-{i}", 1, node=i * each // per_node) for i in range(engines)]
     players = [Bundle(f"rollout-worker-{i}", 1) for i in range(rollout_workers(cfg))]
     if not cfg.plays:
         return ranks
     return [*ranks, *places, Bundle("rollout-manager", 1, beside_driver=True), *players]
+
+
+def on_gpus(gpus: Sequence[str], engines: Sequence[Mapping[str, Any]], each: int) -> list[dict[str, Any]]:
+    """Ray options of ``engines`` on the GPUs of the trainer's ranks, in order, ``each`` of so many.
+
+    Args:
+        gpus: of each rank, as CUDA_VISIBLE_DEVICES has it on its machine.
+    """
+    placed = []
+    for number, options in enumerate(engines):
+        seen = ",".join(gpus[number * each : (number + 1) * each])
+        # The second: Ray has given the actor none, and would hide all of them.
+        env = {"CUDA_VISIBLE_DEVICES": seen, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        placed.append({**options, "runtime_env": {"env_vars": env}})
+    return placed
 
 
 def rollout_workers(cfg: Config) -> int:

@@ -77,11 +77,11 @@ def _placement(cfg: Config, world: World | None) -> Section:
     if world is None:
         where = f"the Ray cluster at {os.environ['RAY_ADDRESS']}, which is not asked whether there is room"
         each, of_engine = "1 CPU each, and 1 GPU where there are GPUs", f"{per_engine} GPU each where there are GPUs"
+        of_engine += ", those of the ranks" if cfg.takes_turns else ""
     elif world.has_gpu:
-        share = "half of the one GPU" if world.is_shared(cfg) else "1 GPU"
         where = f"this machine, {world.gpus} GPU" + ("s" if world.gpus > 1 else "")
-        each = f"{share} each"
-        of_engine = f"{share if world.is_shared(cfg) else f'{per_engine} GPU'} each"
+        each = "1 GPU each"
+        of_engine = f"{per_engine} GPU each" + (", those of the ranks" if world.is_shared(cfg) else "")
     else:
         threads = 1 if cfg.deterministic else cfg.threads or engine_threads(cfg)
         where = f"this machine, no GPU, {os.cpu_count()} CPU cores"

@@ -67,6 +67,12 @@ class EngineService:
             "sync/engines": float(len(report.synced)),
         }
 
+    async def release_memory(self) -> None:
+        """Have the engines give their memory back, until the next :meth:`update_weights`."""
+        began = time.monotonic()
+        await self.pool.release()
+        log.info("the engines gave their memory back in %.3f s", time.monotonic() - began)
+
     async def unless_broken(self, episodes: asyncio.Future[Any]) -> Any:
         """The result of playing episodes, unless no engine is left.
 
@@ -119,7 +125,7 @@ def weight_sync(cfg: Config, world: World, rank0: Any) -> WeightSync:
     files = Disk()
     broadcast = Broadcast(RankSender(rank0), backend=world.backend, engine_ranks=world.engine_ranks(cfg))
     # NCCL has no groups of two processes on one GPU.
-    by_disk = cfg.weight_sync_transport == "disk" or world.is_shared(cfg)
+    by_disk = cfg.weight_sync_transport == "disk" or (world.has_gpu and world.is_shared(cfg))
     seen_by_all = by_disk or cfg.weight_snapshot_dir is not None or world.is_one_machine
     return WeightSync(
         files if by_disk else broadcast, restore=files if seen_by_all else None, pause_mode=cfg.pause_mode

@@ -157,6 +157,14 @@ class TrainerHandle:
         """The policy of now becomes the reference."""
         await self._all("the reference", "refresh_reference")
 
+    async def release_memory(self) -> None:
+        """Every rank gives the memory of its device back, until :meth:`resume_memory`."""
+        await self._all("offloading the trainer", "release_memory")
+
+    async def resume_memory(self) -> None:
+        """Every rank has its memory again; one that had it all along goes on."""
+        await self._all("loading the trainer back", "resume_memory")
+
     async def publish(self, version: int) -> Snapshot:
         """Have the weights of now written out as ``version``, for engines to load."""
         return (await self._all("publishing the weights", "publish", version))[0]
@@ -202,6 +210,10 @@ class RolloutHandle:
     async def update_weights(self, snapshot: Snapshot) -> dict[str, float]:
         """Bring the engines to published weights."""
         return (await within("the weight sync", self.deadline, self.manager.update_weights.remote(snapshot)))[0]
+
+    async def release_memory(self) -> None:
+        """Have the engines give their memory back, until the next :meth:`update_weights`."""
+        await within("releasing the engines' memory", self.deadline, self.manager.release_memory.remote())
 
     async def mark_trained(self, columns: Mapping[str, np.ndarray]) -> None:
         """The batch was trained on, with these columns."""

@@ -51,6 +51,7 @@ from agentrl.orchestrator.loop import (
 from agentrl.orchestrator.notices import at_start
 from agentrl.orchestrator.stored import StoredRollouts
 from agentrl.orchestrator.supervised import HELD_OUT, HeldOut, SupervisedData, check_examples, supervised_loop
+from agentrl.orchestrator.turns import Turns
 from agentrl.orchestrator.watch import ProcessLostError, Watch, with_pulse
 from agentrl.processes.signals import cancel_on_signals, stderr_to, write_log_to
 from agentrl.processes.supervisor import Attempt
@@ -398,8 +399,9 @@ async def _run(
                 trainer, rollout = start_actors(cfg, cluster, run, weights_dir)
                 watch_ranks(watch, trainer, run)
                 watch.actor("the rollout manager", rollout.manager, run.logs / "rollout-manager.log")
-                if not cfg.trains:
-                    notes = await start_engines(rollout, again=False)
+                turns = Turns(cfg, trainer, rollout)
+                if not cfg.trains or turns.taken:
+                    notes = await start_engines(rollout, again=source is not None)
                 elif source is None and evaluates_at_start(cfg, run, 0) and not cluster.world.has_gpu:
                     # The ranks are not needed yet, and would take the cores on which the engines start.
                     notes = await start_engines(rollout, again=False)
@@ -411,6 +413,8 @@ async def _run(
                     log.warning(note)
                     progress.log(Text(note))
                 log.info("the engines run")
+                if source is not None:
+                    await turns.trainer()
                 start = await load(source, trainer, rollout, progress)
                 # Not before the engines run: a start that fails, or is ended as a mistake, has changed nothing.
                 settle(run, checkpoints, start, progress)
@@ -420,14 +424,15 @@ async def _run(
                     return
                 async with save_before_leaving(
                     cfg, watch, trainer=trainer, rollout=rollout, checkpoints=checkpoints, progress=progress,
-                    seconds=LAST_SAVE_S,
+                    seconds=LAST_SAVE_S, turns=turns,
                 ):  # fmt: skip
                     await training_loop(
                         cfg, start=start, trainer=trainer, rollout=rollout, checkpoints=checkpoints, run=run,
-                        progress=progress, world=cluster.world,
+                        progress=progress, world=cluster.world, turns=turns,
                     )  # fmt: skip
                 if cfg.save_hf:
                     progress.stage("exporting the model")
+                    await turns.trainer()
                     await trainer.save_hf(Path(cfg.save_hf))
         except ProcessLostError:
             rollout = None  # whom to ask is gone or may be: Ray and the warden end what is left
@@ -558,7 +563,7 @@ def start_actors(cfg: Config, cluster: Cluster, run: RunDir, weights_dir: str) -
     manager = (
         with_pulse(RolloutManager)
         .options(**manager_place, max_concurrency=1000)
-        .remote(cfg, str(run.path), model, of_engines, cluster.world, next(iter(trainer.ranks), None), of_workers)
+        .remote(cfg, str(run.path), model, of_engines, cluster.world, list(trainer.ranks), of_workers)
     )
     episodes = cfg.rollout_batch_size * cfg.n_samples_per_prompt
     sets = 1 + len(cfg.eval_prompt_data) + len(cfg.eval_env)

@@ -23,6 +23,7 @@ from agentrl.data.run_folder import scalars_of
 from agentrl.engines.world import World
 from agentrl.errors import AgentRLError
 from agentrl.orchestrator.notices import Lasting, nothing_to_learn, steps_left_out
+from agentrl.orchestrator.turns import Turns
 from agentrl.progress import Progress
 from agentrl.trainer.agreement import AgreementWatch, Bounds
 
@@ -47,18 +48,22 @@ async def training_loop(
     run: RunDir,
     progress: Progress,
     world: World,
+    turns: Turns | None = None,
 ) -> None:
     """Train from rollout ``start`` to ``cfg.num_rollout``.
 
     The model itself is evaluated as the engines have loaded it, while the trainer may still be loading. Stored
-    rollouts need no engine: then nothing is synced or evaluated.
+    rollouts need no engine: then nothing is synced or evaluated. ``turns`` are those of this trainer and these engines.
     """
+    turns = turns or Turns(cfg, trainer, rollout)
     algorithm = load_algorithm(cfg.section(AlgorithmOptions))
     watch = AgreementWatch(Bounds.of(cfg, gpu=world.has_gpu).warn)
     at_start = evaluates_at_start(cfg, run, start)
     if at_start and not start:
-        await together([evaluate(rollout, 0, run=run, progress=progress), trainer.ready()])
-    synced = await sync(start, trainer=trainer, rollout=rollout, progress=progress) if cfg.plays else {}
+        beside = [] if turns.taken else [trainer.ready()]
+        await together([evaluate(rollout, 0, run=run, progress=progress), *beside])
+    await turns.trainer()
+    synced = await sync(start, trainer=trainer, turns=turns, progress=progress) if cfg.plays else {}
     keep_best(cfg, checkpoints=checkpoints, run=run, progress=progress)
     if at_start and start:
         await evaluate(rollout, start, run=run, progress=progress)
@@ -73,12 +78,14 @@ async def training_loop(
                 progress.log(no_more(cfg, step))
                 await evaluation.done()
                 await end_early(
-                    cfg, step, trainer=trainer, rollout=rollout, checkpoints=checkpoints, run=run, progress=progress
-                )
+                    cfg, step, trainer=trainer, rollout=rollout, turns=turns, checkpoints=checkpoints, run=run,
+                    progress=progress,
+                )  # fmt: skip
                 return
 
             checkpoints.check()
             progress.stage("training")
+            handed = await turns.trainer()
             checkpoints.unsaved = None
             trained, columns = await train(
                 generated.batch,
@@ -96,7 +103,7 @@ async def training_loop(
             if cfg.ref_update_interval and version % cfg.ref_update_interval == 0:
                 await trainer.refresh_reference()
             # Before the checkpoint: what a checkpoint holds must be in the metrics, should the run die in between.
-            report(version, generated.metrics | trained | synced, began, run=run, progress=progress)
+            report(version, generated.metrics | handed | trained | synced, began, run=run, progress=progress)
             checkpoints.unsaved = version
             progress.warn(lasting.say("lost", generated.lost))
             progress.warn(generated.notes)
@@ -111,9 +118,10 @@ async def training_loop(
                 progress.stage("saving a checkpoint")
                 await checkpoints.save(version, trainer=trainer, rollout=rollout)
 
-            synced = {}
             if cfg.plays and (evaluates or due(version, cfg.update_weights_interval, cfg.num_rollout)):
-                synced = await sync(version, trainer=trainer, rollout=rollout, progress=progress)
+                synced = await sync(version, trainer=trainer, turns=turns, progress=progress)
+            else:
+                synced = await turns.engines()
             if evaluates:
                 evaluation.begin(
                     judge(cfg, version, rollout=rollout, checkpoints=checkpoints, run=run, progress=progress)
@@ -180,6 +188,7 @@ async def save_before_leaving(
     checkpoints: CheckpointStore,
     progress: Progress,
     seconds: float,
+    turns: Turns | None = None,
 ) -> AsyncIterator[None]:
     """A run that is asked to end within saves what it learned since its newest checkpoint, unless it is training just
     then or has lost a process. In so many seconds, or not at all."""
@@ -190,6 +199,8 @@ async def save_before_leaving(
             progress.stage("saving a checkpoint")
             try:
                 async with asyncio.timeout(seconds):
+                    if turns is not None:
+                        await turns.trainer()
                     await checkpoints.save(checkpoints.unsaved, trainer=trainer, rollout=rollout)
             except (AgentRLError, TimeoutError) as error:
                 log.error("the checkpoint before leaving is left out: %s", error)
@@ -239,6 +250,7 @@ async def end_early(
     *,
     trainer: TrainerHandle,
     rollout: RolloutHandle,
+    turns: Turns,
     checkpoints: CheckpointStore,
     run: RunDir,
     progress: Progress,
@@ -249,18 +261,19 @@ async def end_early(
     await saved(checkpoints, progress)
     if (cfg.save_interval or cfg.best_metric) and version and version != checkpoints.newest_step():
         progress.stage("saving a checkpoint")
+        await turns.trainer()
         await checkpoints.save(version, trainer=trainer, rollout=rollout)
         await saved(checkpoints, progress)
     keep_best(cfg, checkpoints=checkpoints, run=run, progress=progress)
 
 
-async def sync(version: int, *, trainer: TrainerHandle, rollout: RolloutHandle, progress: Progress) -> dict[str, float]:
-    """Publish the trainer's weights as ``version`` and bring the engines to it."""
+async def sync(version: int, *, trainer: TrainerHandle, turns: Turns, progress: Progress) -> dict[str, float]:
+    """Publish the trainer's weights as ``version`` and bring the engines to it: it is their turn then."""
     progress.stage("syncing weights")
     began = time.monotonic()
     snapshot = await trainer.publish(version)
     published = time.monotonic() - began
-    metrics = await rollout.update_weights(snapshot)
+    metrics = await turns.engines(snapshot)
     log.info("version %d of the weights: published in %.3f s, in the engines %s", version, published, spoken(metrics))
     return metrics | {"time/publish": published}
 

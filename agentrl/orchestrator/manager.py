@@ -29,12 +29,13 @@ from agentrl.data.experience import Experience
 from agentrl.data.filters import load_filter
 from agentrl.data.store import TrajectoryStore
 from agentrl.engines.options import engine_spec
-from agentrl.engines.world import SHARED, World
+from agentrl.engines.world import World
 from agentrl.envs.registry import make_env
 from agentrl.errors import DataError
 from agentrl.evaluation.heldout import HeldOutSet, held_out_environments, held_out_sets
 from agentrl.orchestrator.ahead import Ahead
 from agentrl.orchestrator.buffer import Buffer
+from agentrl.orchestrator.cluster import on_gpus
 from agentrl.orchestrator.dispatcher import Carried, Dispatcher
 from agentrl.orchestrator.engine_service import EPISODES_END_S, EngineService, weight_sync
 from agentrl.orchestrator.evaluator import Evaluator
@@ -94,7 +95,7 @@ class RolloutManager:
         model_dir: HF folder whose tokenizer and architecture the engines serve.
         engine_options: Ray options of each engine's actor, one an engine.
         world: what the run stands on.
-        rank0: handle of the trainer's rank that sends weights.
+        ranks: handles of the trainer's ranks, of which the first sends weights.
         worker_options: Ray options of each rollout worker's actor; none: episodes are played in this process.
     """
 
@@ -105,7 +106,7 @@ class RolloutManager:
         model_dir: str,
         engine_options: list[dict[str, Any]],
         world: World,
-        rank0: Any = None,
+        ranks: Sequence[Any] = (),
         worker_options: Sequence[Mapping[str, Any]] = (),
     ):
         self.cfg = cfg
@@ -116,7 +117,7 @@ class RolloutManager:
         self.store = TrajectoryStore(self.run_dir / "trajectories")
         self.tally = Tally()
         self.algorithm = load_algorithm(cfg.section(AlgorithmOptions))
-        self._engine_options, self._world, self._rank0 = engine_options, world, rank0
+        self._engine_options, self._world, self._ranks = engine_options, world, ranks
         self._worker_options = worker_options
 
     async def start(self) -> list[str]:
@@ -130,8 +131,11 @@ class RolloutManager:
         cfg, world = self.cfg, self._world
         host = LOOPBACK if world.is_one_machine else node_address()
         self._marking = asyncio.create_task(WORK.marked_by_this_loop("its event loop"))
+        if world.has_gpu and world.is_shared(cfg):
+            gpus = await asyncio.gather(*(rank.gpu.remote() for rank in self._ranks))
+            self._engine_options = on_gpus(gpus, self._engine_options, cfg.rollout_num_gpus_per_engine)
         pool = EnginePool(
-            engine_spec(cfg, self.model_dir, world, mem_fraction=SHARED if world.is_shared(cfg) else None),
+            engine_spec(cfg, self.model_dir, world),
             len(self._engine_options),
             log_dir=self.run_dir / "logs",
             policy=cfg.router_policy,
@@ -144,7 +148,7 @@ class RolloutManager:
             min_engines=cfg.rollout_min_engines,
             ray_options=self._engine_options,
         )
-        self.engines = EngineService(pool, weight_sync(cfg, world, self._rank0))
+        self.engines = EngineService(pool, weight_sync(cfg, world, next(iter(self._ranks), None)))
         starting = asyncio.create_task(pool.start())
         try:
             self.chat, notes = await asyncio.to_thread(open_template, cfg, self.model_dir)
@@ -358,6 +362,10 @@ class RolloutManager:
     async def update_weights(self, snapshot: Snapshot) -> dict[str, float]:
         """Bring every engine to published weights; those that fail are replaced."""
         return await self.engines.update_weights(snapshot)
+
+    async def release_memory(self) -> None:
+        """See :meth:`EngineService.release_memory`."""
+        await self.engines.release_memory()
 
     async def state(self, folder: str) -> dict[str, Any]:
         """JSON-ready state for a checkpoint: position in the data, account of every task. What was played ahead is

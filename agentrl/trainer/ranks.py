@@ -173,6 +173,20 @@ class TrainActor:
         with timed("wrote what was copied"):
             self._put_off.finish()
 
+    def gpu(self) -> str:
+        """The GPU that Ray gave this rank, as CUDA_VISIBLE_DEVICES has it."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    def release_memory(self) -> None:
+        """See :meth:`MegatronTrainer.release_memory`."""
+        with WORK.on("giving memory back"), timed("gave the memory of the device back"):
+            log.info("%d bytes of the device are given back", self._loaded.release_memory())
+
+    def resume_memory(self) -> None:
+        """See :meth:`MegatronTrainer.resume_memory`."""
+        with WORK.on("having memory again"), timed("had the memory of the device again"):
+            self._loaded.resume_memory()
+
     def publish(self, version: int) -> Snapshot | None:
         """Write the weights of now as ``version``, for engines to load; rank 0 says where. See :class:`Publisher`."""
         if self._publisher is None:

@@ -94,6 +94,21 @@ def test_the_first_plan_that_fits_is_the_plainest() -> None:
     assert not any(p.fits for p in plans(Config(dtype="bf16"), LARGE, 1, 80 * GIB))
 
 
+def test_sides_that_take_turns_have_the_larger_of_both_in_place_of_the_sum() -> None:
+    apart, shared = Config(dtype="bf16"), Config(dtype="bf16", colocate=True)
+
+    def first(cfg: Config, gpus: int, gib: float):
+        return next((p for p in plans(cfg, LARGE, gpus, gib * GIB) if p.fits), None)
+
+    plan = first(shared, 4, 80)
+    assert plan is not None and first(apart, 4, 80) is None
+    assert (plan.config.world_size, plan.config.rollout_num_engines) == (4, 4), "all GPUs for both"
+    assert plan.memory.trainer + plan.memory.engine > 80 * GIB
+    assert plan.memory.offloaded == plan.memory.weights + plan.memory.optimizer
+    kept = first(shared.replace(offload_train=False), 4, 80)
+    assert kept is None, "then each has its share of a GPU all the time"
+
+
 def test_the_command_is_one_that_train_takes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--env", "search", "--gpus", "4", "--gpu-memory", "24", "--lr", "1e-4"]) == 0
     words = shlex.split(capsys.readouterr().out.splitlines()[-1])

@@ -76,7 +76,7 @@ def test_flags_win_and_mappings_merge(from_file):
         (".toml", 'env = "search"\nnum_rollout = true', ("num_rollout", "a whole number", "True")),
         (".toml", 'env = "search"\ntensorboard = 1', ("tensorboard", "true or false", "1")),
         (".toml", 'env = "search"\nenv_args = 3', ("env_args", "table", "3")),
-        (".toml", 'env = "search"\ncolocate = true', ("colocate", "not available yet")),
+        (".toml", 'env = "search"\ngroup_rm = true', ("group_rm", "not available yet")),
         (".toml", 'env = "search"\neval_prompt_data = ["x"]', ("eval_prompt_data", "pairs")),
         (".toml", "env = x\n", ("run.toml", "not valid TOML", "line 1")),
         (".yaml", "env: [", ("run.yaml", "not valid YAML", "line")),

@@ -94,7 +94,6 @@ def test_negative_numbers_are_values(refused):
         (("--zzzz",), ("Unknown flag --zzzz", "--help")),
         (("--bf16",), ("--dtype bf16",)),
         (("--limit", "3"), ("--eval-tasks",)),
-        (("--colocate",), ("--colocate", "not available yet")),
         (("--group-rm",), ("not available yet",)),
         (("--async-bufer-size", "2"), ("Did you mean --async-buffer-size?",)),
         (("--lr", "fast"), ("--lr", "a number", "'fast'")),

@@ -17,11 +17,11 @@ from agentrl.rollout.options import episode_limits, eval_params, rollout_params
 def test_everything_wrong_in_itself_is_said_at_once(load, tmp_path):
     file = tmp_path / "run.json"
     file.write_text(json.dumps({"sede": 1, "lr": "fast", "max_turns": 0}))
-    flags = ["--colocate", "--lrr", "1", "more", "--num-rollout", "2.5", "--seed", "-1", "--sglang-nope", "3", "stray"]
+    flags = ["--group-rm", "--lrr", "1", "more", "--num-rollout", "2.5", "--seed", "-1", "--sglang-nope", "3", "stray"]
     with pytest.raises(ConfigError) as caught:
         load("--config", str(file), *flags)
     lines = str(caught.value).splitlines()
-    for part in ("sede", "lr: expected a number", "--colocate", "--lrr", "2.5", "--seed", "nope", "--max-turns"):
+    for part in ("sede", "lr: expected a number", "--group-rm", "--lrr", "2.5", "--seed", "nope", "--max-turns"):
         assert sum(part in line for line in lines) == 1, (part, lines)
     assert not any("stray" in line for line in lines), "the value of an option that is not known"
 
@@ -76,7 +76,6 @@ def test_notes_are_for_training_only(model):
 @pytest.mark.parametrize(
     ("flags", "said", "not_said"),
     [
-        (("--offload",), "not available yet: trainer and engines on the same devices", "--load?"),
         (("--rollout-seed", "1"), "Use --seed", "rollout-batch-size"),
         (("--wandb-key", "k"), "WANDB_API_KEY", "label"),
         (("--reward-key", "score"), "added up", "metadata"),

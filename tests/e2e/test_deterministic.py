@@ -42,18 +42,23 @@ def moved(run: Path) -> float:
     return max(float(np.abs(first[name] - second[name]).max()) for name in first)
 
 
-def test_two_runs_are_equal_bit_for_bit_whatever_is_in_flight_and_whoever_plays_it(start, tmp_path):
-    one, other = tmp_path / "one", tmp_path / "other"
+def test_runs_are_equal_bit_for_bit_whatever_is_in_flight_whoever_plays_it_and_whose_the_devices_are(start, tmp_path):
+    one, other, shared = tmp_path / "one", tmp_path / "other", tmp_path / "shared"
     command = start(*FLAGS, "--output-dir", str(one))
     assert command.wait() == 0, command.text[-3000:]
     # Other batches for engine and cache, in another order, played by other processes.
     command = start(*FLAGS, "--rollout-concurrency", "3", "--rollout-num-workers", "2", "--output-dir", str(other))
     assert command.wait() == 0, command.text[-3000:]
+    command = start(*FLAGS, "--colocate", "--eval-interval", "2", "--eval-tasks", "2", "--output-dir", str(shared))
+    assert command.wait() == 0, command.text[-3000:]
+    assert "gave their memory back" in (shared / "logs/rollout-manager.log").read_text()
+    assert "gave the memory of the device back" in (shared / "logs/trainer-0.log").read_text()
     for step in (0, 1):
         episodes = played(one, step)
-        assert len(episodes) == 8 and episodes == played(other, step)
+        assert len(episodes) == 8 and episodes == played(other, step) == played(shared, step)
         assert len({tokens for *_, (tokens, _, _) in episodes}) > 2  # the episodes of a task differ: seeds are heeded
-    assert_same_checkpoint(one / "checkpoints/step_000002", other / "checkpoints/step_000002")
+    for run in (other, shared):
+        assert_same_checkpoint(one / "checkpoints/step_000002", run / "checkpoints/step_000002")
     assert moved(one) > 0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 
-def make_checkpoint(path: Path, *, vocab: int = 500, layers: int = 2, seed: int = 0) -> Path:
+def make_checkpoint(path: Path, *, vocab: int = 500, layers: int = 2, seed: int = 0, ffn: int = 128) -> Path:
     """A random Qwen3 of a hundred thousand parameters; 500 rows of embedding, which SGLang pads to 512."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -17,7 +17,7 @@ def make_checkpoint(path: Path, *, vocab: int = 500, layers: int = 2, seed: int 
     config = Qwen3Config(
         vocab_size=vocab,
         hidden_size=64,
-        intermediate_size=128,
+        intermediate_size=ffn,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -16,7 +16,7 @@ from agentrl.config import load_config
 from agentrl.engines.world import World
 from agentrl.errors import AgentRLError, ConfigError, LostError
 from agentrl.orchestrator import cluster as module
-from agentrl.orchestrator.cluster import Bundle, Cluster, bundles_of, placement
+from agentrl.orchestrator.cluster import Bundle, Cluster, bundles_of, on_gpus, placement
 from agentrl.orchestrator.launch import train
 from agentrl.processes.signals import Terminated, raise_on_signals
 
@@ -53,11 +53,29 @@ def wanted(*flags: str):
 def test_one_gpu_is_shared_by_the_rank_and_the_engine():
     world = World(gpus=1)
     assert world.is_shared(wanted())
-    assert [(b.num_cpus, b.num_gpus) for b in bundles_of(wanted(), world)] == [(1, 0.5), (1, 0.5), (1, 0)]
+    assert [(b.num_cpus, b.num_gpus, b.node) for b in bundles_of(wanted(), world)] == [
+        *((1, 1, 0), (1, 0, 0), (1, 0, None))
+    ]
+    assert world.engine_memory(wanted()) == 0.4, "beside a trainer that stays"
     two = World(gpus=2)
     assert not two.is_shared(wanted())
     assert [b.num_gpus for b in bundles_of(wanted(), two)] == [1, 1, 0]
     assert [b.num_gpus for b in bundles_of(wanted(), World())] == [0, 0, 0]
+
+
+def test_colocated_engines_are_on_the_machines_and_gpus_of_the_ranks():
+    flags = ("--colocate", "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "4")
+    cfg, world = wanted(*flags, "--rollout-num-gpus-per-engine", "2"), World(gpus=8)
+    assert (cfg.rollout_num_engines, cfg.rollout_num_gpus) == (4, 8)
+    bundles = bundles_of(cfg, world)
+    assert [(b.num_gpus, b.node) for b in bundles[8:12]] == [(0, 0), (0, 0), (0, 1), (0, 1)]
+    groups, _ = placement(bundles)
+    assert groups == [[{"CPU": 6, "GPU": 4}] * 2, [{"CPU": 1.0}]], "Ray counts the ranks' GPUs alone"
+    placed = on_gpus(list("01230123"), [{"num_gpus": 0}] * 4, 2)
+    assert [o["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"] for o in placed] == ["0,1", "2,3", "0,1", "2,3"]
+    assert world.engine_memory(cfg) == 0.8, "beside a trainer that is away"
+    assert world.engine_memory(wanted(*flags, "--no-offload-train")) == 0.4
+    assert [b.num_gpus for b in bundles_of(cfg, World())][8:12] == [0] * 4
 
 
 @pytest.mark.parametrize("flags", [("--actor-num-gpus-per-node", "2"), ("--rollout-num-engines", "2")])

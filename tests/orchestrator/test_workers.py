@@ -200,7 +200,7 @@ async def test_a_manager_with_workers_makes_the_batch_of_one_without(
         for number in (0, 2):
             (tmp_path / str(number) / "logs").mkdir(parents=True)
             places = [{"place": i} for i in range(number)]
-            manager = RolloutManager(cfg, str(tmp_path / str(number)), model, [{}], World(), None, places)
+            manager = RolloutManager(cfg, str(tmp_path / str(number)), model, [{}], World(), (), places)
             manager.chat = open_chat(cfg, model)
             engines = SimpleNamespace(attach=lambda updater: None, broken=None)
             manager.engines = EngineService(engines, weight_sync(cfg, World(), None))

@@ -160,6 +160,22 @@ def run_layouts(
     return results
 
 
+OFFLOADED = {f"{name} offloaded": name for name in ("tp2 sp", "dp2 late gather")}
+"""Layouts whose ranks give their memory back between their turns."""
+
+
+def three_steps(trainer, *, offloads: bool = False):
+    """Three times what a turn of the trainer is; exported weights at the end."""
+    for seed in range(3):
+        if offloads:
+            assert trainer.release_memory() > 0 and trainer.release_memory() == 0
+            trainer.resume_memory()
+        log_probs(trainer, random_batch(12, seed=seed))
+        train(trainer, random_batch(12, seed=seed), 2)
+        list(trainer.export())
+    return {name: tensor.clone() for name, tensor in trainer.export()}
+
+
 def run(rank: int, listeners: dict[str, socket.socket], checkpoint: str, out: str) -> None:
     """Every layout of two ranks in this process, one after the other."""
     import torch
@@ -173,6 +189,14 @@ def run(rank: int, listeners: dict[str, socket.socket], checkpoint: str, out: st
         trainer = join(rank, 2, listeners[name], checkpoint, options)
         results[name] = one_step(trainer)
         trainer.close()
+    for key, name in OFFLOADED.items():
+        exports = []
+        for offloads in (False, True):
+            options = TrainerOptions(**WITH_CRITIC, **LAYOUTS[name])
+            trainer = join(rank, 2, listeners[f"{key} {offloads}"], checkpoint, options)
+            exports.append(three_steps(trainer, offloads=offloads))
+            trainer.close()
+        results[key] = {"exact": all(torch.equal(exports[0][n], t) for n, t in exports[1].items())}
     for key, source in RELOADS.items():
         options = TrainerOptions(**WITH_CRITIC, **LAYOUTS[key.split(" to ")[1]])
         trainer = join(rank, 2, listeners[key], checkpoint, options)

@@ -16,6 +16,7 @@ from tests.trainer.ranks import (
     FOUR,
     LAYOUTS,
     MORE,
+    OFFLOADED,
     OPTIONS,
     RELOADS,
     SPLIT,
@@ -54,7 +55,8 @@ def spawn(target, names, *args, ranks=2):
 
 @pytest.fixture(scope="module")
 def results(checkpoint, out, alone):
-    spawn(run, [*LAYOUTS, *ESTIMATORS, *RELOADS], checkpoint, str(out))
+    of_offloading = [f"{key} {offloads}" for key in OFFLOADED for offloads in (False, True)]
+    spawn(run, [*LAYOUTS, *ESTIMATORS, *RELOADS, *of_offloading], checkpoint, str(out))
     return json.loads((out / "results.json").read_text())
 
 
@@ -150,6 +152,11 @@ def test_an_estimator_gives_the_same_on_two_ranks(results, make_trainer, name):
 @pytest.mark.parametrize("key", RELOADS)
 def test_state_saved_at_one_layout_loads_at_another(results, key):
     assert results[key]["exact"]
+
+
+@pytest.mark.parametrize("key", OFFLOADED)
+def test_memory_that_was_given_back_in_between_changes_no_weight(results, key):
+    assert results[key] == {"exact": True}
 
 
 def whole_state(core, folder):

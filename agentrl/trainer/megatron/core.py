@@ -28,6 +28,7 @@ from agentrl.processes.pulse import WORK
 from agentrl.trainer import packing
 from agentrl.trainer.batch import micro_batch
 from agentrl.trainer.megatron import cpu
+from agentrl.trainer.offload import Offload
 
 cpu.install()
 
@@ -108,6 +109,7 @@ class Core:
         # Megatron's --overlap-param-gather: updated weights reach the other ranks in the next forward pass.
         self.gathers_late = self.ddp.use_forward_hook
         self._state = ModelState(self.chunks, self.conversion, self.optimizer, self.scheduler, layout)
+        self._offload = Offload()
         self.steps_done = self.steps_skipped = self._in_a_row = 0
 
     def load_hf(self, path: str | Path) -> None:
@@ -296,3 +298,26 @@ class Core:
         """
         counters = self._state.load(folder, moments=self.options.load_optim)
         self.steps_done, self.steps_skipped = counters["steps_done"], counters["steps_skipped"]
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def release_memory(self) -> int:
+        """Move weights and optimizer to host memory and drop the gradients, until :meth:`resume_memory`; bytes."""
+        self.optimizer.zero_grad()  # what hangs on parameters: the next pass would begin so
+        buffers = [b for chunk in self.ddp_chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        return self._offload.release(self.device, kept=self._lasting(), dropped=[b.grad_data for b in buffers])
+
+    def resume_memory(self) -> None:
+        """Have all of it on the device again."""
+        self._offload.resume()
+
+    def _lasting(self) -> Iterator[Tensor]:
+        """Weights, and what the optimizer holds: its own float32 weights where it has some, and moments."""
+        for chunk in self.chunks:
+            yield from chunk.parameters()
+            yield from chunk.buffers()
+        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            for group in part.optimizer.param_groups:
+                yield from group["params"]
+            for state in part.optimizer.state.values():
+                yield from (value for value in state.values() if torch.is_tensor(value))

@@ -114,6 +114,15 @@ class MegatronTrainer:
             there = (Path(folder) / name).is_dir() or name != "policy"
             part.load(Path(folder) / name if there else Path(folder))
 
+    def release_memory(self) -> int:
+        """Have no memory on the device, until :meth:`resume_memory`; bytes that were given back."""
+        return sum(part.release_memory() for part in self.parts.values())
+
+    def resume_memory(self) -> None:
+        """Have it again: no other method may be called before. See :meth:`Core.resume_memory`."""
+        for part in self.parts.values():
+            part.resume_memory()
+
     def close(self) -> None:
         """Leave the process groups."""
         parallel.shutdown()
