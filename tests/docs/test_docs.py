@@ -45,7 +45,7 @@ SMALL_COMMANDS = {
     "chaos": ChaosOptions,
 }
 OPTIONS = {**SMALL_COMMANDS, "fetch-model": FetchOptions, "compare": CompareOptions, "show": ShowOptions}
-NOT_OURS = {"--help", "--config", "--dist-ckpt-strictness", "--node-ip-address"}
+NOT_OURS = {"--help", "--config", "--dist-ckpt-strictness", "--node-ip-address", "--enable-memory-saver"}
 
 # Names in commands that stand for something of the reader's.
 PLACEHOLDERS = {"DIR": "MODEL", "RUN": "runs/NAME", "FILE": "tasks.jsonl", "PATH": "tasks.jsonl"}

@@ -23,7 +23,7 @@ from agentrl.demo import MODEL_DIR
 from agentrl.envs.registry import make_env
 from agentrl.evaluation.heldout import held_out_sets
 from agentrl.evaluation.metrics import summarize
-from agentrl.orchestrator import engine_service, loop, manager
+from agentrl.orchestrator import engine_service, loop, manager, turns
 from agentrl.orchestrator.metrics import apart, rollout_metrics
 from agentrl.rollout.episode import EpisodeLimits, run_episode
 from agentrl.rollout.policies.scripted import ScriptedClient
@@ -89,7 +89,7 @@ def test_metrics(groups):
     source = inspect.getsource(manager)
     (counters,) = re.findall(r'f"engine/\{k\}".*? for k in \(([^)]*)\)', source)
     managed = {f"engine/{name}" for name in re.findall(r"\w+", counters)}
-    sources = "".join(inspect.getsource(module) for module in (manager, loop, engine_service))
+    sources = "".join(inspect.getsource(module) for module in (manager, loop, turns, engine_service))
     managed |= set(re.findall(r'"((?:engine|sync|time|rollout|data)/\w+)"', sources))
     managed |= {f"data/{name}" for name in TaskAccount(TaskSource("env", None)).counts}
     episodes = [t for group in groups for t in group.trajectories]
