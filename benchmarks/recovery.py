@@ -41,7 +41,7 @@ from agentrl.rollout.policies.sglang import EngineClient, new_rid
 from agentrl.types import SamplingParams
 from agentrl.weights.snapshot import Snapshot
 from agentrl.weights.sync import WeightSync
-from agentrl.weights.transports.disk import Disk
+from agentrl.weights.transports.files import Files
 
 HEALTH_S, ELSEWHERE_S, RATIO = 15.0, 2.0, 1.1
 EPISODES, TOKENS, DEADLINE_S = 8, 64, 300.0
@@ -134,7 +134,7 @@ async def measure(model: str, folder: Path, kills: int) -> dict[str, Any]:
     for file in Path(model).glob("*.safetensors"):
         shutil.copy(file, files)
     pool = EnginePool(spec, 2, log_dir=folder, start_timeout=START_S, health_interval=HEALTH_S)
-    sync = WeightSync(Disk(), restore=Disk())
+    sync = WeightSync(Files(), restore=Files())
     sync.snapshot = Snapshot(1, str(files), (), digest=1)
     pool.attach(sync)
     drawn, faults, starts = random.Random(1), [], []

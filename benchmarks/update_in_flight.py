@@ -31,7 +31,7 @@ from agentrl.weights.publisher import Publisher
 from agentrl.weights.sender import BroadcastSender, LocalSender
 from agentrl.weights.sync import WeightSync
 from agentrl.weights.transports.broadcast import Broadcast
-from agentrl.weights.transports.disk import Disk
+from agentrl.weights.transports.files import Files
 
 
 @dataclass
@@ -67,7 +67,7 @@ async def measure(engine: EngineProcess, model: str, mode: str, first: int, args
     control = EngineControl(engine.url, engine.api_key)
     with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder:
         publisher = Publisher(lambda: iter(weights.items()), folder, bucket_bytes=1 << 30, tied_embeddings=True)
-        sync = WeightSync(Broadcast(LocalSender(BroadcastSender(publisher))), restore=Disk(), pause_mode=mode)
+        sync = WeightSync(Broadcast(LocalSender(BroadcastSender(publisher))), restore=Files(), pause_mode=mode)
 
         async def bring(version: int) -> float:
             sync.snapshot = publisher.publish(version)

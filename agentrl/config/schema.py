@@ -727,8 +727,10 @@ class ColocationOptions:
 class SyncOptions:
     """Weight sync from trainer to engines"""
 
-    weight_sync_transport: Literal["broadcast", "disk"] = "broadcast"
-    """Way of the weights to all engines: collective broadcast (NCCL, gloo), or each loads the published files."""
+    weight_sync_transport: Literal["broadcast", "ipc", "disk"] | None = None
+    """Way of the weights to all engines: collective broadcast (NCCL, gloo); `ipc`: each maps the files that are
+    published in the memory of the one machine; or each loads them from a disk. Unset: `ipc` on one machine without
+    GPUs, and where trainer and engine share a GPU; else broadcast."""
     weight_snapshot_dir: str | None = None
     """Folder in which the newest weights are published, for engines that start or return and for `disk`. Unset:
     shared memory (one copy of the weights), with `disk` the run folder. For models too large for that, a folder on a

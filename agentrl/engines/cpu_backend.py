@@ -26,12 +26,15 @@ a fork) and only while the parent has one thread, which is checked.
 
 :func:`give_memory_back` does for `release_memory_occupation` what torch_memory_saver does with CUDA.
 
+:func:`look_at_the_machine_once` has SGLang start ``lscpu`` once, and not each time it loads weights.
+
 The module imports only the standard library, so that it can be imported first.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import importlib.machinery
 import itertools
@@ -179,3 +182,11 @@ def discard(tensors: Iterable[Tensor]) -> None:
         size = (storage.data_ptr() + storage.nbytes()) // page * page - start
         if size > 0 and libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED):
             raise OSError(error := ctypes.get_errno(), f"{size} bytes are not given back: {os.strerror(error)}")
+
+
+def look_at_the_machine_once() -> None:
+    """Keep what ``lscpu`` says. SGLang asks for the memory that is left whenever it loads weights from files, and for
+    that, each time, how many nodes the machine has: half of the time that a small model takes."""
+    from sglang.srt.utils import common
+
+    common.parse_lscpu_topology = functools.cache(common.parse_lscpu_topology)

@@ -299,6 +299,7 @@ def main(argv: list[str]) -> None:
     take_calls_in_turn()
     if cpu_backend.needed():
         cpu_backend.fork_children()
+        cpu_backend.look_at_the_machine_once()
         if "--enable-deterministic-inference" in argv:
             from agentrl.engines import cpu_deterministic
 

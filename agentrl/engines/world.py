@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.config.schema import Config, EvalConfig, ServeOptions
+from agentrl.errors import ConfigError
 
 SHARED = 0.4
 """Share of a GPU's memory that an engine takes where it shares the GPU with a trainer that stays in it."""
@@ -67,6 +68,28 @@ class World:
     def engine_ranks(self, asked: Config | EvalConfig | ServeOptions) -> int:
         """Processes of one engine."""
         return asked.rollout_num_gpus_per_engine if self.has_gpu else 1
+
+    def weight_sync_transport(self, asked: Config) -> str:
+        """The one that was asked for, or else the fastest that there is here.
+
+        Raises:
+            ConfigError: it does not work here.
+        """
+        shared, way = self.has_gpu and self.is_shared(asked), asked.weight_sync_transport
+        if way is None and self.is_one_machine and (shared or not self.has_gpu):
+            return "ipc"
+        way = way or ("disk" if shared and asked.weight_snapshot_dir else "broadcast")
+        if way == "ipc" and not self.is_one_machine:
+            raise ConfigError(
+                "--weight-sync-transport ipc: engines map memory of the trainer's machine, and this run is on "
+                f"{len(set(self.addresses))}. Give broadcast, or disk with a --weight-snapshot-dir that all see."
+            )
+        if way == "broadcast" and shared:
+            raise ConfigError(
+                "weights cannot be broadcast where trainer and engines share GPUs: NCCL has no group of two processes "
+                "on one. Give --weight-sync-transport ipc, or disk where there are several machines."
+            )
+        return way
 
     def is_shared(self, asked: Config) -> bool:
         """Whether engines run on the devices of the trainer's ranks: by ``--colocate``, or because the one rank and

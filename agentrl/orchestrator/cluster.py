@@ -83,7 +83,7 @@ def bundles_of(cfg: Config, world: World) -> list[Bundle]:
     is played, none where nothing is trained.
 
     Raises:
-        ConfigError: there are GPUs, but not enough.
+        ConfigError: there are GPUs, but not enough; the weights cannot go the way that was asked for.
     """
     engines, per_engine = cfg.rollout_num_engines or 1, world.engine_ranks(cfg) if world.has_gpu else 0
     if not cfg.plays:
@@ -98,6 +98,7 @@ def bundles_of(cfg: Config, world: World) -> list[Bundle]:
             f"{world.gpus}. Ask for fewer ranks or engines, or have them share GPUs by --colocate; a single GPU is "
             "shared by one rank and one engine."
         )
+    world.weight_sync_transport(cfg)
     per_node = cfg.world_size // cfg.actor_num_nodes
     ranks = [Bundle(f"rank-{i}", 1, 1 if world.has_gpu else 0, node=i // per_node) for i in range(world_size)]
     # To Ray shared GPUs are the ranks': with fractions it would put two ranks on one.

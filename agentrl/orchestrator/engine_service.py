@@ -15,7 +15,7 @@ from agentrl.rollout.worker import unless_broken
 from agentrl.weights.snapshot import Snapshot
 from agentrl.weights.sync import WeightSync
 from agentrl.weights.transports.broadcast import Broadcast
-from agentrl.weights.transports.disk import Disk
+from agentrl.weights.transports.files import Files
 
 if TYPE_CHECKING:
     from agentrl.config.schema import Config
@@ -122,11 +122,9 @@ class RankSender:
 
 def weight_sync(cfg: Config, world: World, rank0: Any) -> WeightSync:
     """The way of the weights that the options ask for."""
-    files = Disk()
+    files, transport = Files(), world.weight_sync_transport(cfg)
+    if transport != "broadcast":
+        return WeightSync(files, restore=files, pause_mode=cfg.pause_mode)
     broadcast = Broadcast(RankSender(rank0), backend=world.backend, engine_ranks=world.engine_ranks(cfg))
-    # NCCL has no groups of two processes on one GPU.
-    by_disk = cfg.weight_sync_transport == "disk" or (world.has_gpu and world.is_shared(cfg))
-    seen_by_all = by_disk or cfg.weight_snapshot_dir is not None or world.is_one_machine
-    return WeightSync(
-        files if by_disk else broadcast, restore=files if seen_by_all else None, pause_mode=cfg.pause_mode
-    )
+    seen_by_all = cfg.weight_snapshot_dir is not None or world.is_one_machine
+    return WeightSync(broadcast, restore=files if seen_by_all else None, pause_mode=cfg.pause_mode)

@@ -19,8 +19,8 @@ What holds when :meth:`WeightSync.update` returns or raises, whatever went wrong
 
 What is verified, without knowing how a family of models names or fuses its parameters, is SGLang's checksum of each:
 
-- the first version is loaded twice by each engine, from its files and by the transport of the run, each time after
-  SGLang has overwritten all parameters at random: one that still is random was never sent; both must give the same;
+- the first version is loaded by each engine after SGLang has overwritten all parameters at random: one that still is
+  random was never sent. A transport other than the files is tried after them, likewise; both must give the same;
 - at each version all engines must hold the same, a replacement that loaded files and engines that took a broadcast;
 - where the trainer's weights differ from those before, the engines' must.
 """
@@ -36,7 +36,7 @@ from agentrl.engines.pool import SyncFailed, SyncReport
 from agentrl.errors import EngineError, WeightSyncError, first_few
 from agentrl.weights.snapshot import Snapshot
 from agentrl.weights.transports.base import Deadlines, SyncRun, Transport
-from agentrl.weights.transports.disk import Disk
+from agentrl.weights.transports.files import Files
 
 Checksums = list[dict[str, str]]
 """Of each tensor-parallel rank, by SGLang's name of the parameter."""
@@ -59,7 +59,7 @@ class WeightSync:
         self,
         transport: Transport,
         *,
-        restore: Disk | None = None,
+        restore: Files | None = None,
         pause_mode: str = "retract",
         deadlines: Deadlines | None = None,
         verify: bool = True,
@@ -88,9 +88,9 @@ class WeightSync:
         report = self._report()
         if not engines:
             raise SyncFailed("no engine to send weights to", report)
-        ways = [self.transport]
-        if self.verify and not self._tried and self.restore_from is not None:
-            ways.insert(0, self.restore_from)
+        ways, files = [self.transport], self.restore_from
+        if self.verify and not self._tried and files is not None and files is not self.transport:
+            ways.insert(0, files)
         for way in ways:
             await self._deliver(way, engines, report, tried=self._tried or not self.verify)
             engines = [engine for engine in engines if engine.url in report.synced]

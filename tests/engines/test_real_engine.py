@@ -31,7 +31,7 @@ from agentrl.weights.sender import BroadcastSender, LocalSender
 from agentrl.weights.sync import WeightSync
 from agentrl.weights.transports.base import Deadlines
 from agentrl.weights.transports.broadcast import Broadcast
-from agentrl.weights.transports.disk import Disk
+from agentrl.weights.transports.files import Files
 from tests.engines.test_router import listening_addresses
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -70,8 +70,8 @@ class Trainer:
         self.publisher = Publisher(
             lambda: iter(weights.items()), folder, bucket_bytes=bucket_bytes, tied_embeddings=True
         )
-        broadcast = Broadcast(LocalSender(BroadcastSender(self.publisher)))
-        self.sync = WeightSync(Disk() if transport == "disk" else broadcast, restore=Disk(), **options)
+        files, broadcast = Files(), Broadcast(LocalSender(BroadcastSender(self.publisher)))
+        self.sync = WeightSync(files if transport == "files" else broadcast, restore=files, **options)
 
     def publish(self, version: int) -> None:
         self.sync.snapshot = self.publisher.publish(version)
@@ -184,7 +184,7 @@ def cpu_seconds(engine: EngineProcess) -> float:
 @pytest.mark.parametrize(
     ("transport", "mode", "bucket_bytes"),
     [("broadcast", "retract", 1 << 20), ("broadcast", "in_place", 30_000), ("broadcast", "abort", 1 << 20),
-     ("disk", "retract", 30_000)],
+     ("files", "retract", 30_000)],
 )  # fmt: skip
 async def test_a_sync_brings_weights_version_and_equal_checksums(
     engine: EngineProcess,
@@ -262,11 +262,14 @@ def recomputed(model_dir: Path, weights: list[dict[str, torch.Tensor]], ids: lis
     return torch.cat(found)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].tolist()
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+@pytest.mark.parametrize(
+    ("transport", "mode"), [("files", "retract"), ("files", "in_place"), ("broadcast", "in_place"), ("files", "abort")]
+)
 async def test_every_token_has_the_log_probability_of_its_version(
     engine: EngineProcess,
     weights: dict[str, torch.Tensor],
     tiny_model: Path,
+    transport: str,
     mode: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -274,7 +277,7 @@ async def test_every_token_has_the_log_probability_of_its_version(
     """Of a request in flight at an update, of which all tokens come back; of the next turn; and of a new request."""
     monkeypatch.setattr(sglang, "_sampling_json", lambda params: {**request_fields(params), "ignore_eos": True})
     control = EngineControl(engine.url, engine.api_key)
-    trainer = Trainer(weights, tmp_path, pause_mode=mode)
+    trainer = Trainer(weights, tmp_path, transport=transport, pause_mode=mode)
     prompt, ids = [3 + i * 7 % 490 for i in range(64)], [5 + i * 11 % 490 for i in range(64)]
     before = {name: tensor.clone() for name, tensor in weights.items()}
 

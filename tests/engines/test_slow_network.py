@@ -87,7 +87,7 @@ async def behind(networks: list[dict[str, Any]]) -> AsyncIterator[tuple[list[Fak
                 await fake.stop()
 
 
-TRANSPORTS = ("broadcast", "disk")
+TRANSPORTS = ("broadcast", "files")
 
 
 async def test_weights_reach_engines_over_a_slow_network() -> None:

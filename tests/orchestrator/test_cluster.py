@@ -78,6 +78,21 @@ def test_colocated_engines_are_on_the_machines_and_gpus_of_the_ranks():
     assert [b.num_gpus for b in bundles_of(cfg, World())][8:12] == [0] * 4
 
 
+def test_weights_go_through_shared_memory_where_all_is_on_one_machine_without_gpus():
+    several = World(addresses=("10.0.0.7", "10.0.0.8"))
+    worlds = [World(), several, World(gpus=2), World(gpus=1)]
+    assert [w.weight_sync_transport(wanted()) for w in worlds] == ["ipc", "broadcast", "broadcast", "ipc"]
+    asked = [wanted("--weight-sync-transport", way) for way in ("broadcast", "ipc", "disk")]
+    assert [World().weight_sync_transport(cfg) for cfg in asked] == ["broadcast", "ipc", "disk"]
+    with pytest.raises(ConfigError, match="ipc: engines map memory of the trainer's machine, and this run is on 2"):
+        bundles_of(asked[1], several)
+    for cfg, world in ((asked[0], World(gpus=1)), (wanted("--colocate"), World(8, several.addresses))):
+        with pytest.raises(ConfigError, match="NCCL has no group of two .* ipc, or disk where there are several machi"):
+            bundles_of(cfg, world)
+    everywhere = wanted("--colocate", "--weight-snapshot-dir", "/everywhere")
+    assert World(8, several.addresses).weight_sync_transport(everywhere) == "disk"
+
+
 @pytest.mark.parametrize("flags", [("--actor-num-gpus-per-node", "2"), ("--rollout-num-engines", "2")])
 def test_gpus_that_are_not_there_are_named(flags):
     with pytest.raises(ConfigError, match="asks for 3 GPUs .* there are 1. .* a single GPU is shared by one rank"):

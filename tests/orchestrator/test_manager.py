@@ -21,7 +21,7 @@ from agentrl.orchestrator.manager import RolloutManager
 from agentrl.orchestrator.sink import refuse_if_untrainable
 from agentrl.tasks.source import TaskSource
 from agentrl.types import Group, Segment, StopReason, Task, Trajectory
-from agentrl.weights.transports.disk import Disk
+from agentrl.weights.transports.files import Files
 
 
 def episode(group_id: str, index: int, task: Task, reason: StopReason = StopReason.DONE) -> Trajectory:
@@ -368,15 +368,16 @@ async def test_episodes_of_a_run_that_is_ended_close_their_environments_before_t
 
 @pytest.mark.parametrize(("gpu", "ranks"), [(True, 2), (False, 1)])
 def test_weight_sync_counts_the_ranks_of_an_engine(manager: RolloutManager, gpu: bool, ranks: int) -> None:
-    cfg, world = manager.cfg.replace(rollout_num_gpus_per_engine=2), World(gpus=4 * gpu)
+    cfg = manager.cfg.replace(rollout_num_gpus_per_engine=2, weight_sync_transport="broadcast")
+    world = World(gpus=4 * gpu)
     sync = weight_sync(cfg, world, None)
     assert (sync.transport._ranks, sync.transport._backend) == (ranks, "nccl" if gpu else "gloo")
     assert sync.restore_from is not None
     several = World(world.gpus, ("10.0.0.7", "10.0.0.8"))
     assert weight_sync(cfg, several, None).restore_from is None, "other machines do not see the shared memory"
     assert weight_sync(cfg.replace(weight_snapshot_dir="/everywhere"), several, None).restore_from is not None
-    sync = weight_sync(cfg.replace(rollout_num_gpus_per_engine=1), World(gpus=1), None)
-    assert isinstance(sync.transport, Disk), "NCCL has no group of two processes on one GPU"
+    files = weight_sync(manager.cfg, World(), None)
+    assert isinstance(files.transport, Files) and files.transport is files.restore_from
 
 
 def test_a_rollout_that_waited_out_its_time_for_the_engine_says_so(caplog: pytest.LogCaptureFixture) -> None:

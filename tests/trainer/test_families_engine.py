@@ -13,7 +13,7 @@ from agentrl.weights.publisher import Publisher
 from agentrl.weights.sender import BroadcastSender, LocalSender
 from agentrl.weights.sync import WeightSync
 from agentrl.weights.transports.broadcast import Broadcast
-from agentrl.weights.transports.disk import Disk
+from agentrl.weights.transports.files import Files
 from tests.trainer.samples import TASK, VOCAB, batch_of, log_probs, random_batch, tiny_checkpoint, train
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
@@ -46,7 +46,7 @@ async def test_an_engine_plays_what_is_trained(make_trainer, tmp_path, kind):
     engine.start(300)
     publisher = Publisher(trainer.export, tmp_path / "weights", bucket_bytes=1 << 20)
     control = EngineControl(engine.url, engine.api_key)
-    sync = WeightSync(Broadcast(LocalSender(BroadcastSender(publisher))), restore=Disk())
+    sync = WeightSync(Broadcast(LocalSender(BroadcastSender(publisher))), restore=Files())
     try:
         batch = await sampled(engine, 0)
         before = log_probs(trainer, batch)

@@ -25,7 +25,7 @@ from agentrl.errors import EngineError, WeightSyncError
 from agentrl.weights.snapshot import Snapshot
 from agentrl.weights.sync import WeightSync
 from agentrl.weights.transports.broadcast import Broadcast
-from agentrl.weights.transports.disk import Disk
+from agentrl.weights.transports.files import Files
 from tests.concurrency import virtual
 from tests.engines.fake_engine import FakeEngine
 
@@ -38,7 +38,7 @@ GROUPS = ("/begin_weight_update", "/init_weights_update_group", "/destroy_weight
 ROUTES = {
     "gloo": (*SHARED, *GROUPS, *UPDATES),
     "nccl": (*SHARED, *GROUPS, *UPDATES),
-    "disk": (*SHARED, UPDATES[1]),
+    "files": (*SHARED, UPDATES[1]),
 }
 KINDS = ("error", "error_after", "hang", "hang_after", "late", "stop", "die", "die_after")
 """Refused, before or after it did what was asked; no answer, likewise; the answer after minutes, when nobody waits any
@@ -380,9 +380,9 @@ def test_whatever_fails_engines_end_at_the_version_or_are_replaced(case: Case) -
 def test_weights_that_were_refused_are_no_measure_for_the_next_attempt() -> None:
     """Another engine fails at the same time, so that all are sent again."""
     failed = Fault(1, "/pause_generation", 2, "error")
-    assert played(Case((failed, Fault(0, UPDATES[1], 2, "torn")), 3, way="disk"))
+    assert played(Case((failed, Fault(0, UPDATES[1], 2, "torn")), 3, way="files"))
     kept = [Fault(0, UPDATES[1], nth, "stale") for nth in (2, 3)]
-    assert not played(Case((failed, *kept), 2, way="disk")), "twice the old weights are the old weights"
+    assert not played(Case((failed, *kept), 2, way="files")), "twice the old weights are the old weights"
 
 
 def played(case: Case) -> bool:
@@ -397,8 +397,9 @@ def played(case: Case) -> bool:
 async def a_run(world: World, case: Case) -> bool:
     """Three versions, and then peace; what must hold after each. Whether the run came to its end."""
     SENDER[:] = [Sender()]
-    transport = Disk() if case.way == "disk" else Broadcast(SENDER[0], backend=case.way)
-    sync = WeightSync(transport, restore=Disk() if case.seen_by_all else None, pause_mode=case.mode)
+    files = Files()
+    transport = files if case.way == "files" else Broadcast(SENDER[0], backend=case.way)
+    sync = WeightSync(transport, restore=files if case.seen_by_all else None, pause_mode=case.mode)
     pool = Pool(EngineSpec("m"), case.number)
     pool.attach(sync)
     ended_well = True

@@ -1,4 +1,10 @@
-"""Each engine loads the published files itself."""
+"""Each engine loads the published files itself.
+
+In shared memory (``ipc``) that is a mapping: an engine reads the bytes where the trainer put them and copies each once,
+into its parameters, also onto a GPU. Every process of a tensor-parallel engine maps the same file and takes its part.
+Handles of the trainer's GPU memory (CUDA IPC) would save nothing: a version is in host memory anyway, and the ranks may
+be offloaded meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +13,11 @@ from agentrl.weights.snapshot import Snapshot
 from agentrl.weights.transports.base import SyncRun, Transport
 
 
-class Disk(Transport):
-    """From a folder that all engines can read: of a disk, or in the memory that they share with the trainer."""
+class Files(Transport):
+    """From a folder that all engines can read: in the memory that they share with the trainer, or of a disk.
+
+    One request of SGLang's does it all, so that there is no session to open and to close.
+    """
 
     async def has(self, snapshot: Snapshot) -> bool:
         return snapshot.is_there()
