@@ -56,9 +56,9 @@ def solved(episode: Episode) -> bool:
     return any(said) if said else reward_of(episode) > 0
 
 
-def oldest_version(group: Group) -> float:
-    """Version of the oldest weights that sampled a token of it; infinite where none was sampled."""
-    sampled = [s for t in group.trajectories for s in t.segments if s.num_sampled]
+def oldest_version(trajectories: Iterable[Trajectory]) -> float:
+    """Version of the oldest weights that sampled a token of these; infinite where none was sampled."""
+    sampled = [s for t in trajectories for s in t.segments if s.num_sampled]
     return min((int(s.versions[s.loss_mask == 1].min()) for s in sampled), default=math.inf)
 
 

@@ -106,7 +106,7 @@ class Experience:
     def pick(self, step: int, oldest: float) -> list[Group]:
         """Groups for the batch of ``step``, oldest first: none with a token that is more than ``oldest`` versions old.
         What they were trained with before is no longer in them."""
-        there = [group for _, group in self._groups.values() if step - oldest_version(group) <= oldest]
+        there = [group for _, group in self._groups.values() if step - oldest_version(group.trajectories) <= oldest]
         wanted = min(self.number_at(step), len(there))
         chosen = {id(group) for group in self._filter(self._cfg, there, wanted)} if wanted else set()
         groups = [group for group in there if id(group) in chosen]

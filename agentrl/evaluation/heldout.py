@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agentrl.concurrency.together import together
 from agentrl.config.schema import Config, EvalConfig
 from agentrl.envs.builtin.prompt import PromptEnv
 from agentrl.envs.registry import make_env
 from agentrl.envs.tool_env import check_machine
 from agentrl.errors import ConfigError
-from agentrl.evaluation.metrics import EvalSummary, summarize
 from agentrl.rollout.rehearsal import rehearse
-from agentrl.rollout.worker import Runner
 from agentrl.tasks.source import drawn_held_out_task, env_label, held_out_tasks
-from agentrl.types import Task, Trajectory
+from agentrl.types import Task
 
 TRAINING_SPLIT = "train"
 
@@ -155,22 +151,3 @@ def _drawn(name: str, one: HeldOutSet) -> Task | None:
     if not name.startswith(start) or not seed.isdecimal():
         return None
     return replace(like, task_id=name, seed=int(seed))
-
-
-async def run_set(
-    runner: Runner,
-    held_out: HeldOutSet,
-    *,
-    samples: int,
-    tag: str,
-    on_episode: Callable[[Trajectory], None] | None = None,
-) -> tuple[EvalSummary, list[Trajectory]]:
-    """Play every task of a set ``samples`` times, in a ``runner`` over its environment. ``tag``: prefix of the group
-    ids, unique in the run. ``on_episode`` is called with each trajectory as it ends."""
-    started = time.monotonic()
-    groups = await together(
-        runner.run_group(task, samples, f"{tag}-{index:06d}", on_trajectory=on_episode)
-        for index, task in enumerate(held_out.tasks)
-    )
-    trajectories = [t for group in groups for t in group.trajectories]
-    return summarize(held_out.name, held_out.split, trajectories, time.monotonic() - started), trajectories

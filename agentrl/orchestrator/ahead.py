@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
+from agentrl.orchestrator.dispatcher import end
+
 T = TypeVar("T")
 
 
@@ -43,8 +45,5 @@ class Ahead(Generic[T]):
 
     async def close(self, seconds: float) -> None:
         """End what is in play, in so many seconds at most. Its tasks are still in flight for the account."""
-        playing, self._playing = list(self._playing.values()), {}
-        for task in playing:
-            task.cancel()
-        if playing:
-            await asyncio.wait(playing, timeout=seconds)
+        playing, self._playing = self._playing.values(), {}
+        await end(playing, seconds)

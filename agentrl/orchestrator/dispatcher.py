@@ -1,10 +1,9 @@
-"""Hands tasks out, and emits the groups of their episodes as they finish."""
+"""Hands tasks out, and keeps groups that outlive the rollout that they were handed out for."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
-from itertools import islice
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from typing import Any
 
 from agentrl.data.account import PendingGroup, TaskAccount
@@ -13,24 +12,10 @@ from agentrl.types import Group
 
 
 class Dispatcher:
-    """Knows neither what becomes of groups nor how many a batch has.
+    """Knows neither what becomes of groups nor how many a batch has."""
 
-    Args:
-        account: where tasks come from.
-        play: plays the episodes of a group.
-        failed: tasks that died before.
-        capacity: groups under way at most: in play, or finished and not taken yet.
-    """
-
-    def __init__(
-        self,
-        account: TaskAccount,
-        play: Callable[[PendingGroup], Coroutine[Any, Any, Group]],
-        *,
-        failed: FailedTasks,
-        capacity: int,
-    ):
-        self._account, self._play, self._failed, self._capacity = account, play, failed, capacity
+    def __init__(self, account: TaskAccount, *, failed: FailedTasks):
+        self._account, self._failed = account, failed
         self._put_off: list[PendingGroup] = []
 
     def draw(self, number: int, *, suspects: int = 0) -> list[PendingGroup]:
@@ -52,35 +37,10 @@ class Dispatcher:
             del self._put_off[:suspects]
         return drawn
 
-    async def play(self, groups: Iterable[PendingGroup]) -> AsyncGenerator[Group, None]:
-        """These groups, each as it finishes. ``groups`` may have no end: what is next is asked for when there is room.
-
-        Closing the iterator cancels those still in play, and waits for that. They are still in flight for the account.
-        """
-        waiting = iter(groups)
-        playing: set[asyncio.Task[Group]] = set()
-        try:
-            while True:
-                for pending in islice(waiting, self._capacity - len(playing)):
-                    playing.add(asyncio.create_task(self._play(pending)))
-                if not playing:
-                    return
-                finished, playing = await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)
-                for task in finished:
-                    yield task.result()
-        finally:
-            for task in playing:
-                task.cancel()
-            await asyncio.gather(*playing, return_exceptions=True)
-
 
 class Carried:
     """Groups that may outlive the rollout that they were handed out for (``--partial-rollout``): in play, or finished
-    and not taken yet. Their episodes go on, in their environments, until somebody takes them.
-
-    Args:
-        play: plays the episodes of a group.
-    """
+    and not taken yet. Their episodes go on, in their environments, until somebody takes them."""
 
     def __init__(self, play: Callable[[PendingGroup], Coroutine[Any, Any, Group]]):
         self._play = play
@@ -115,7 +75,12 @@ class Carried:
     async def close(self, seconds: float) -> None:
         """End what is in play, in so many seconds at most. Its tasks are still in flight for the account."""
         playing, self._begun = list(self._begun), {}
-        for task in playing:
-            task.cancel()
-        if playing:
-            await asyncio.wait(playing, timeout=seconds)
+        await end(playing, seconds)
+
+
+async def end(playing: Collection[asyncio.Task[Any]], seconds: float) -> None:
+    """Cancel these, and wait for that so many seconds at most."""
+    for task in playing:
+        task.cancel()
+    if playing:
+        await asyncio.wait(playing, timeout=seconds)

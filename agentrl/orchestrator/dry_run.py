@@ -30,9 +30,7 @@ def dry_run(cfg: Config) -> None:
     """Make every check that a start makes, and print what it would start.
 
     An episode of each environment is played without a model, as before a start; what is learned in its place is read.
-
-    Raises:
-        AgentRLError: what the start would end with. That another process has the folder of ``--load`` is not asked.
+    Raises AgentRLError: what the start would end with. That another process has the folder of ``--load`` is not asked.
     """
     cfg = checked(cfg)
     world = None if os.environ.get("RAY_ADDRESS") else World.here()

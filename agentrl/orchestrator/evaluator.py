@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from agentrl.concurrency.together import together
 from agentrl.data.store import TrajectoryStore
-from agentrl.evaluation.heldout import HeldOutSet, run_set
+from agentrl.evaluation.heldout import HeldOutSet
+from agentrl.evaluation.metrics import summarize
 from agentrl.orchestrator.tally import EVALUATION, Tally
 from agentrl.rollout.worker import Runner
 
@@ -20,16 +23,8 @@ log = logging.getLogger(__name__)
 
 
 class Evaluator:
-    """Evaluates the weights that engines hold.
-
-    Args:
-        cfg: the run's configuration.
-        sets: the held-out sets.
-        open_runner: makes what plays the episodes of one.
-        store: where they go.
-        tally: counts what is played.
-        unless_broken: awaits episodes, and raises when they can come to no end.
-    """
+    """Evaluates the weights that engines hold, on ``sets``. ``unless_broken`` awaits episodes, and raises when they can
+    come to no end."""
 
     def __init__(
         self,
@@ -51,18 +46,18 @@ class Evaluator:
         summaries: dict[str, dict[str, Any]] = {}
         self._tally.begin(EVALUATION, sum(len(s.tasks) for s in self.sets) * self._samples)
         for held_out in self.sets:
-            runner = self._open_runner(held_out)
+            runner, began = self._open_runner(held_out), time.monotonic()
+            count, tag = partial(self._tally.add, EVALUATION), f"eval-{step:06d}-{held_out.name}"
             try:
-                playing = run_set(
-                    runner,
-                    held_out,
-                    samples=self._samples,
-                    tag=f"eval-{step:06d}-{held_out.name}",
-                    on_episode=partial(self._tally.add, EVALUATION),
+                playing = together(
+                    runner.run_group(task, self._samples, f"{tag}-{index:06d}", on_trajectory=count)
+                    for index, task in enumerate(held_out.tasks)
                 )
-                summary, trajectories = await self._unless_broken(asyncio.ensure_future(playing))
+                groups = await self._unless_broken(asyncio.ensure_future(playing))
             finally:
                 await runner.close()
+            trajectories = [t for group in groups for t in group.trajectories]
+            summary = summarize(held_out.name, held_out.split, trajectories, time.monotonic() - began)
             summaries[held_out.name] = summary.to_dict()
             log.info("evaluation %s after step %d: %d episodes", held_out.name, step, len(trajectories))
             await asyncio.to_thread(self._store.write, step, trajectories, name=f"eval-{held_out.name}")

@@ -8,7 +8,6 @@ at the trainer's weights. The trainer's ranks never see an engine; the driver ne
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from agentrl.algorithms import load_algorithm
+from agentrl.concurrency.together import together
 from agentrl.config.schema import AlgorithmOptions, Config
 from agentrl.data.account import PendingGroup, TaskAccount, load_source
 from agentrl.data.curriculum import Curriculum, load_curriculum
@@ -75,10 +75,7 @@ class Generated(NamedTuple):
 
 def open_template(cfg: Config, model_dir: str) -> tuple[ChatTemplate, list[str]]:
     """The chat template, tried out with the environment and those of the held-out sets, and what is to be said of it.
-
-    Raises:
-        ConfigError: calls cannot be read as it writes them, or there is no tokenizer.
-    """
+    Raises ConfigError: calls cannot be read as it writes them, or there is no tokenizer."""
     chat = open_chat(cfg, model_dir)
     own = cfg.env_spec()
     others = held_out_environments(cfg) if cfg.eval_interval else []
@@ -90,11 +87,9 @@ class RolloutManager:
     """One per run. All methods are coroutines of one event loop.
 
     Args:
-        cfg: the run's configuration.
         run_dir: folder of the run; trajectories and logs go below it.
         model_dir: HF folder whose tokenizer and architecture the engines serve.
         engine_options: Ray options of each engine's actor, one an engine.
-        world: what the run stands on.
         ranks: handles of the trainer's ranks, of which the first sends weights.
         worker_options: Ray options of each rollout worker's actor; none: episodes are played in this process.
     """
@@ -187,7 +182,7 @@ class RolloutManager:
         cfg, failed = self.cfg, FailedTasks(self.run_dir / "failed_tasks.json")
         self.account, self.runner = account, runner
         at_once, keep = cfg.over_sampling_batch_size or cfg.rollout_batch_size, cfg.dynamic_sampling_filter_path
-        self.dispatcher = Dispatcher(account, self._play, failed=failed, capacity=at_once)
+        self.dispatcher = Dispatcher(account, failed=failed)
         self.sink = Sink(
             account,
             self.algorithm,
@@ -205,7 +200,6 @@ class RolloutManager:
         self._in_turn = asyncio.Lock()
         collect = self._collect_in_turn if cfg.partial_rollout else self._collect
         self.rollouts = Ahead(collect, ahead=cfg.async_buffer_size, end=cfg.num_rollout)
-        self._rollout_of: dict[str, str] = {}
         self._since: tuple[float, Mapping[str, float]] = time.monotonic(), Counter()
         self.evaluator = Evaluator(
             cfg,
@@ -218,8 +212,8 @@ class RolloutManager:
             unless_broken=self.engines.unless_broken,
         )
 
-    async def _play(self, pending: PendingGroup) -> Group:
-        name = self._rollout_of.get(pending.group_id)  # none where it is known only when the group is taken
+    async def _play(self, pending: PendingGroup, name: str | None = None) -> Group:
+        """Of the rollout of this name; none where it is known only when the group is taken."""
         count = None if name is None else partial(self.tally.add, name)
         if (group := self.buffer.take(pending)) is not None:
             if count is not None:
@@ -248,10 +242,7 @@ class RolloutManager:
 
     async def generate(self, step: int) -> Generated | None:
         """Play one batch of groups; None when the data source has no more tasks.
-
-        Raises:
-            AgentRLError: no episode of the batch can be trained on; the text carries the last error.
-        """
+        Raises AgentRLError: no episode of the batch can be trained on; the text carries the last error."""
         import ray
 
         self.tally.end(name_of_rollout(step - 1))
@@ -313,11 +304,11 @@ class RolloutManager:
             return False
         rollout.expect(drawn)
         self.tally.begin(name, len(drawn) * self.cfg.n_samples_per_prompt)
-        self._rollout_of.update((pending.group_id, name) for pending in drawn)
-        async with contextlib.aclosing(self.dispatcher.play(drawn)) as finished:
-            async for group in finished:
-                del self._rollout_of[group.group_id]
-                rollout.add(group)
+
+        async def play(pending: PendingGroup) -> None:
+            rollout.add(await self._play(pending, name))
+
+        await together(map(play, drawn))
         return True
 
     async def _play_first(self, rollout: Rollout, wanted: int, suspects: int) -> bool:

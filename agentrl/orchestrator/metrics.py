@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
-from agentrl.data.episodes import by_episode, reward_of, solved
+from agentrl.data.episodes import by_episode, oldest_version, reward_of, solved
 from agentrl.types import Group, Outcome, Trajectory
 
 
@@ -22,6 +23,7 @@ def rollout_metrics(groups: Sequence[Group], seconds: float, version: int) -> di
     episodes, all_episodes = by_episode(scored), by_episode(everything)
     rewards = [reward_of(e) for e in episodes]
     lengths = [sum(t.num_tokens for t in e) for e in episodes]
+    oldest = oldest_version(scored)
     generated = sum(t.num_sampled for t in everything)
     metrics = {
         "rollout/reward": _mean(rewards),
@@ -36,7 +38,7 @@ def rollout_metrics(groups: Sequence[Group], seconds: float, version: int) -> di
         "rollout/segments": _mean([len(t.segments) for t in scored]),
         "rollout/truncated": _mean([float(e[0].outcome is Outcome.TRUNCATED) for e in episodes]),
         "rollout/errors": float(len(all_episodes) - len(episodes)),
-        "rollout/staleness_max": _staleness(scored, version),
+        "rollout/staleness_max": float(version - oldest) if math.isfinite(oldest) else 0.0,
         "rollout/tokens": float(generated),
         "rollout/tokens_per_s": generated / max(seconds, 1e-9),
         "time/rollout": seconds,
@@ -83,12 +85,6 @@ def _mean(values: Sequence[float]) -> float:
 def _retries(trajectory: Trajectory) -> int:
     """How often tools asked a service of theirs again."""
     return sum((call.get("metadata") or {}).get("retries", 0) for call in trajectory.tool_calls)
-
-
-def _staleness(trajectories: Sequence[Trajectory], version: int) -> float:
-    """Largest age, in weight versions, of a sampled token."""
-    oldest = [int(s.versions[s.loss_mask == 1].min()) for t in trajectories for s in t.segments if s.num_sampled]
-    return float(version - min(oldest)) if oldest else 0.0
 
 
 def _parts(trajectories: Sequence[Trajectory]) -> dict[str, list[float]]:

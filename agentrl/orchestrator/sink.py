@@ -54,10 +54,6 @@ class Sink:
     (:meth:`take`, :meth:`mark_trained`).
 
     Args:
-        account: the account of tasks.
-        algorithm: says which episodes can be trained on.
-        failed: tasks that died before.
-        store: where episodes go.
         size: groups of a rollout.
         keep: which groups are trained on; None for all.
         at_once: groups handed out at once with ``keep``, at least ``size``.
@@ -99,7 +95,7 @@ class Sink:
         groups: list[Group] = []
         limit = math.inf if self.max_staleness is None else self.max_staleness
         for group in rollout.living:
-            (stale if rollout.step - oldest_version(group) > limit else groups).append(group)
+            (stale if rollout.step - oldest_version(group.trajectories) > limit else groups).append(group)
         self.account.give_back(group.group_id for group in stale)
         self.account.drop(group.group_id for group in rollout.filtered)
         if played := [*rollout.lost, *stale, *rollout.filtered, *groups]:

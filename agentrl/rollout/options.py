@@ -27,19 +27,12 @@ def open_chat(cfg: Config | EvalConfig, model_dir: str) -> ChatTemplate:
 
 
 def prepare_environments(cfg: Config | EvalConfig, environments: Iterable[tuple[str, dict[str, Any]]]) -> None:
-    """Have what the first calls of the tools of these environments would wait for, in the process that plays them.
-
-    Args:
-        environments: Name and arguments of each.
-
-    Raises:
-        ConfigError: this machine lacks what a tool needs.
-    """
-    prepared: list[tuple[str, dict[str, Any]]] = []
-    for spec, kwargs in environments:
-        if (spec, kwargs) in prepared:
+    """Have what the first calls of the tools of these environments (name and arguments of each) would wait for, in the
+    process that plays them. Raises ConfigError: this machine lacks what a tool needs."""
+    several = list(environments)
+    for number, (spec, kwargs) in enumerate(several):
+        if (spec, kwargs) in several[:number]:
             continue
-        prepared.append((spec, kwargs))
         env = make_env(spec, kwargs, sandbox=cfg.sandbox)
         try:
             check_machine(env)  # here, for what the first check takes would hold up the episodes
@@ -51,16 +44,9 @@ def prepare_environments(cfg: Config | EvalConfig, environments: Iterable[tuple[
 def template_notes(
     cfg: Config | EvalConfig, chat: ChatTemplate, environments: Iterable[tuple[str, dict[str, Any]]], *, training: bool
 ) -> list[str]:
-    """What a person should know of the chat template with these environments, see :func:`check_template`.
-
-    A custom generate function decides itself what it sends and how it reads the answer: nothing is tried out for it.
-
-    Args:
-        environments: Name and arguments of each.
-
-    Raises:
-        ConfigError: one of them has tools, and calls cannot be read as the template writes them.
-    """
+    """What a person should know of the chat template with these environments, see :func:`check_template`, which says
+    what it raises. A custom generate function decides itself what it sends and how it reads the answer: nothing is
+    tried out for it."""
     from agentrl.rollout.template.check import check_template
 
     if cfg.custom_generate_function_path is not None:

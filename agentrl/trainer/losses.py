@@ -155,10 +155,7 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Ter
 class Loss:
     """The terms of an algorithm as one loss; with ``--custom-loss-function-path`` that function in place of its policy
     term.
-
-    Raises:
-        ConfigError: a term is neither one of :data:`TERMS` nor a method of the algorithm.
-    """
+    Raises ConfigError: a term is neither one of :data:`TERMS` nor a method of the algorithm."""
 
     def __init__(self, algorithm: Algorithm, options: AlgorithmOptions):
         self._options = options

@@ -55,9 +55,7 @@ def schedule(
     """Cut samples into steps, ranks and micro-batches of nearly equal work.
 
     Args:
-        lengths: tokens of each sample.
         costs: work of each sample, in any unit; default: its tokens.
-        dp: data-parallel ranks.
         max_tokens: most tokens in a micro-batch (``--max-tokens-per-gpu``).
         micro_batch_size: most samples in a micro-batch; used when ``max_tokens`` is None.
         multiple_of: the number of micro-batches of a rank is a multiple of this.
@@ -70,11 +68,17 @@ def schedule(
         those ranks still take part in every collective.
 
     Raises:
-        ConfigError: no samples, fewer keys than steps, or limits that are not positive.
+        ConfigError: no samples, or fewer keys than steps.
     """
     keys = list(range(len(lengths))) if keys is None else list(keys)
     costs = lengths if costs is None else costs
-    _check(lengths, costs, dp, max_tokens, micro_batch_size, num_steps, keys)
+    if not len(lengths) or min(lengths) < 1:
+        raise ConfigError(f"schedule: nothing to train on: {len(lengths)} samples; every sample needs tokens")
+    if len(set(keys)) < num_steps:
+        raise ConfigError(
+            f"schedule: {len(set(keys))} episodes cannot fill {num_steps} optimizer steps; lower "
+            "--num-steps-per-rollout or see why so few episodes are trainable"
+        )
     steps = []
     for samples in _cut_steps(keys, num_steps):
         dearest_first = sorted(samples, key=lambda i: (-costs[i], -lengths[i], i))
@@ -86,36 +90,6 @@ def schedule(
         assert shares is not None  # there is room for all
         steps.append(_pack(shares, lengths, costs, max_tokens, micro_batch_size, multiple_of))
     return steps
-
-
-def _check(
-    lengths: Sequence[int],
-    costs: Sequence[int],
-    dp: int,
-    max_tokens: int | None,
-    micro_batch_size: int | None,
-    num_steps: int,
-    keys: list[Hashable],
-) -> None:
-    given = f"lengths of {len(lengths)} samples, dp={dp}, max_tokens={max_tokens}, num_steps={num_steps}"
-    if len(keys) != len(lengths):
-        raise ConfigError(f"schedule: {len(keys)} keys for {len(lengths)} samples; give one each")
-    if not len(lengths) or min(lengths) < 1:
-        raise ConfigError(f"schedule: nothing to train on ({given}); every sample needs tokens")
-    if len(costs) != len(lengths) or min(costs) < 1:
-        raise ConfigError(f"schedule: costs must be one positive number a sample ({given})")
-    if dp < 1 or num_steps < 1:
-        raise ConfigError(f"schedule: dp and num_steps must be at least 1 ({given})")
-    limit = max_tokens if max_tokens is not None else micro_batch_size
-    if limit is None:
-        raise ConfigError("schedule: set max_tokens (--max-tokens-per-gpu) or micro_batch_size")
-    if limit < 1:
-        raise ConfigError(f"schedule: the micro-batch limit must be at least 1 ({given})")
-    if len(set(keys)) < num_steps:
-        raise ConfigError(
-            f"schedule: {len(set(keys))} episodes cannot fill {num_steps} optimizer steps; lower "
-            "--num-steps-per-rollout or see why so few episodes are trainable"
-        )
 
 
 def _cut_steps(keys: list[Hashable], num_steps: int) -> list[list[int]]:

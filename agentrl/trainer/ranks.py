@@ -41,8 +41,6 @@ class TrainActor:
     """One rank. Usable without Ray: it is an ordinary class until ``ray.remote`` wraps it.
 
     Args:
-        rank, world_size: of this process.
-        hf_checkpoint: directory of the model.
         options: what the trainer reads of the run's options.
         publishing: keyword arguments of :class:`~agentrl.weights.publisher.Publisher`, except those that
             follow from the model.

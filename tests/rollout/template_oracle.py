@@ -197,7 +197,7 @@ def _in_form(chat: ChatTemplate, messages: list[dict[str, Any]]) -> list[dict[st
     """Calls in the form that the template takes, which differs: arguments as text, content as None."""
     from agentrl.rollout.template.rendering import _in_form
 
-    return [_in_form(message, chat._renderer.call_form) for message in messages]
+    return [_in_form(message, chat.renderer.call_form) for message in messages]
 
 
 def _sampled(chat: ChatTemplate, turn: Turn, prompt: str, written: Any) -> str:

@@ -99,12 +99,7 @@ def test_as_few_micro_batches_as_needed():
     [
         ({"lengths": [], "max_tokens": 5}, "nothing to train on"),
         ({"lengths": [3, 0], "max_tokens": 5}, "nothing to train on"),
-        ({"lengths": [3], "max_tokens": 0}, "at least 1"),
-        ({"lengths": [3]}, "max-tokens-per-gpu"),
         ({"lengths": [3], "max_tokens": 5, "num_steps": 2}, "num-steps-per-rollout"),
-        ({"lengths": [3], "max_tokens": 5, "keys": ["a", "b"]}, "keys"),
-        ({"lengths": [3, 4], "max_tokens": 5, "costs": [1]}, "one positive number a sample"),
-        ({"lengths": [3, 4], "max_tokens": 5, "costs": [1, 0]}, "one positive number a sample"),
     ],
 )
 def test_errors_name_what_is_wrong(kwargs, text):

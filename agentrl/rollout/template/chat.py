@@ -78,9 +78,9 @@ class ChatTemplate:
         self._hf = _load_tokenizer(tokenizer) if isinstance(tokenizer, str | os.PathLike) else tokenizer
         backend = getattr(self._hf, "backend_tokenizer", None)
         if backend is None:
-            raise ConfigError(f"{self._name} has no fast tokenizer (tokenizer.json); convert it with transformers")
+            raise ConfigError(f"{self.name} has no fast tokenizer (tokenizer.json); convert it with transformers")
         template = chat_template or self._hf.chat_template
-        self._renderer = Renderer(self._hf, template, self._name, variables, date)
+        self.renderer = Renderer(self._hf, template, self.name, variables, date)
         self.encoder = ProvenanceTokenizer(backend)
         self._prompts: dict[Any, np.ndarray] = {}
         self._variants: dict[str, ChatTemplate] = {}
@@ -100,14 +100,14 @@ class ChatTemplate:
         """The same template with these variables over its own: those of one task."""
         if not variables or not self.template_source:
             return self
-        merged = {**self._renderer.variables, **variables}
-        if merged == self._renderer.variables:
+        merged = {**self.renderer.variables, **variables}
+        if merged == self.renderer.variables:
             return self
         key = json.dumps(merged, sort_keys=True)
         found = self._variants.get(key)
         if found is None:
             found = copy.copy(self)
-            found._renderer = self._renderer.with_variables(merged)
+            found.renderer = self.renderer.with_variables(merged)
             found._prompts, found._variants, found._planner = {}, {}, found._new_planner()
             found.opening = found._opened_reasoning()
             if len(self._variants) >= _KEPT_VARIANTS:
@@ -116,22 +116,12 @@ class ChatTemplate:
         return found
 
     def _new_planner(self) -> ExtensionPlanner:
-        return ExtensionPlanner(self._renderer.render, tuple(self.encoder.control_ids), self._eos_texts())
+        return ExtensionPlanner(self.renderer.render, tuple(self.encoder.control_ids), self._eos_texts())
 
     @property
     def template_source(self) -> str:
         """The jinja source in use (of a named set, the one for tools); empty without a chat template."""
-        return self._renderer.source
-
-    @property
-    def renderer(self) -> Renderer:
-        """Runs the template."""
-        return self._renderer
-
-    @property
-    def name(self) -> str:
-        """What errors call the model."""
-        return self._name
+        return self.renderer.source
 
     @cached_property
     def call_format(self) -> str:
@@ -150,14 +140,14 @@ class ChatTemplate:
         name = detect_format(self.template_source)
         if name == "none":
             return None
-        if self._renderer.omits_calls:
+        if self.renderer.omits_calls:
             return Trial(name, "", "a call is part of the content", holds=True, exact=True)
-        return try_format(self._renderer, name)
+        return try_format(self.renderer, name)
 
     @property
     def takes_tools(self) -> bool:
         """Whether the template writes tools into the prompt."""
-        return bool(self.template_source) and self._renderer.shows_tools
+        return bool(self.template_source) and self.renderer.shows_tools
 
     @cached_property
     def _parser(self) -> Parser:
@@ -173,11 +163,8 @@ class ChatTemplate:
         *,
         controls: Sequence[frozenset[str]] = (),
     ) -> np.ndarray:
-        """int32 ``[n]``, read-only: the whole conversation and the opening of an assistant turn.
-
-        Args:
-            controls: for each message the control tokens that its text may hold, see :attr:`every_control`; none
-                where it says nothing.
+        """int32 ``[n]``, read-only: the whole conversation and the opening of an assistant turn. ``controls``: for each
+        message the control tokens that its text may hold, see :attr:`every_control`; none where it says nothing.
 
         Raises:
             ConfigError: the model has no chat template.
@@ -187,13 +174,13 @@ class ChatTemplate:
         key = (repr((messages, tools)), tuple(controls))
         ids = self._prompts.pop(key, None)
         if ids is None:
-            if tools and not self._renderer.shows_tools:
+            if tools and not self.renderer.shows_tools:
                 self._warn_of_hidden_tools()
             seal = self.encoder.seal_all
             owned = itertools.chain(controls, itertools.repeat(frozenset()))
             pairs = zip(messages, owned, strict=False)
             sealed = joined([seal(plain(message), own) for message, own in pairs], self.encoder.boundary)
-            ids = self.encoder.encode(self._renderer.render_conformed(sealed, seal(tools)))
+            ids = self.encoder.encode(self.renderer.accepted(sealed, seal(tools))[1])
             ids.flags.writeable = False
             if len(self._prompts) >= _KEPT_PROMPTS:
                 del self._prompts[next(iter(self._prompts))]
@@ -281,7 +268,7 @@ class ChatTemplate:
         A format that is not the template's own (``tags:...``) is text to the template: the words stay as
         they were written.
         """
-        if call_format == self.call_format and not self._renderer.omits_calls:
+        if call_format == self.call_format and not self.renderer.omits_calls:
             return parsed.message()
         message = Message(role="assistant", content=text.rpartition(_REASONING_END)[2].lstrip("\n"))
         if parsed.reasoning:
@@ -303,7 +290,8 @@ class ChatTemplate:
         return self.encoder.decode(ids)
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
+        """What errors call the model."""
         return str(getattr(self._hf, "name_or_path", "") or type(self._hf).__name__)
 
     def _warn_of_hidden_tools(self) -> None:
@@ -311,7 +299,7 @@ class ChatTemplate:
             log.warning(
                 "the chat template of %s does not tell the model which tools there are; describe them and how they "
                 "are called in the system prompt, or give a template that does",
-                self._name,
+                self.name,
             )
         self._warned = True
 
@@ -330,7 +318,7 @@ class ChatTemplate:
         """What is rendered behind the words of an assistant message which ``following`` follow."""
         mark = "endofturnprobe"
         turn = [{"role": "user", "content": "u"}, {"role": "assistant", "content": mark}, *following]
-        return self._renderer.probe(turn, generation=False).rpartition(mark)[2]
+        return self.renderer.probe(turn, generation=False).rpartition(mark)[2]
 
     def _controls(self, text: str) -> list[int]:
         return [self.encoder.control_ids[found] for found in self.encoder.controls_in(text)]
@@ -339,7 +327,7 @@ class ChatTemplate:
         """What the checkpoint declares, and the token that closes a message."""
         found: list[int | None] = []
         for name in ("generation_config.json", "config.json"):
-            path = Path(self._name) / name
+            path = Path(self.name) / name
             if path.is_file():
                 value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
                 found += value if isinstance(value, list) else [value]
@@ -365,7 +353,7 @@ class ChatTemplate:
         return tuple(text for text, index in self.encoder.control_ids.items() if index in self._eos)
 
     def _opened_reasoning(self) -> str:
-        return self._opened(self._renderer.probe([{"role": "user", "content": "u"}]))
+        return self._opened(self.renderer.probe([{"role": "user", "content": "u"}]))
 
     def _opened(self, prompt: str) -> str:
         """The reasoning tag that ``prompt`` ends with, as environments get it."""

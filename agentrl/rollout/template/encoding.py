@@ -33,14 +33,8 @@ _KEPT_PIECES = 1024
 
 
 class ProvenanceTokenizer:
-    """Encodes rendered text whose content was sealed.
-
-    Args:
-        reader: the model's own ``tokenizers.Tokenizer``. It is only read and decoded with.
-
-    Raises:
-        ConfigError: a private copy cannot be made of it.
-    """
+    """Encodes rendered text whose content was sealed. The model's own tokenizer is only read and decoded with.
+    Raises ConfigError: a private copy cannot be made of it."""
 
     def __init__(self, reader: Tokenizer) -> None:
         from tokenizers import AddedToken

@@ -41,15 +41,7 @@ _CALL_FORMS = [CallForm(as_text, nothing) for as_text in (False, True) for nothi
 
 
 class Renderer:
-    """The chat template of one model.
-
-    Args:
-        hf: a transformers tokenizer.
-        template: jinja source, a set of named ones, or None.
-        name: what errors call the model.
-        variables: what else the template gets to see, ``enable_thinking`` say.
-        date: what a template that writes the date of the day takes for today.
-    """
+    """The chat template of one model: jinja source, a set of named ones, or None; with a transformers tokenizer."""
 
     def __init__(
         self,
@@ -88,10 +80,6 @@ class Renderer:
             return self.render(messages, generation=generation)
         except EnvError:
             return self.render(messages, _PROBE_TOOLS, generation=generation)
-
-    def render_conformed(self, messages: Sequence[dict[str, Any]], tools: Tools = None) -> str:
-        """As :meth:`render`, of the messages in the first form that is :meth:`accepted`."""
-        return self.accepted(messages, tools)[1]
 
     def accepted(
         self, messages: Sequence[dict[str, Any]], tools: Tools = None, *, generation: bool = True

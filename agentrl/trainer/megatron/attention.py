@@ -12,6 +12,7 @@ import functools
 import inspect
 import itertools
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -19,8 +20,6 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-
-from agentrl.errors import ConfigError
 
 
 @dataclass
@@ -38,18 +37,9 @@ class PackedSequences(PackedSeqParams):
 
 def pack(lengths: tuple[int, ...], positions: Tensor, *, thd: bool) -> PackedSequences:
     """The packing of sequences of these lengths; ``positions`` restart at 0 in each."""
-    longest = max(lengths)
-    if not thd:
-        return PackedSequences(
-            qkv_format="sbhd",
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            lengths=lengths,
-            positions=positions,
-        )
-    starts = _starts(lengths, positions.device)
+    longest, starts = max(lengths), _starts(lengths, positions.device) if thd else None
     return PackedSequences(
-        qkv_format="thd",
+        qkv_format="thd" if thd else "sbhd",
         cu_seqlens_q=starts,
         cu_seqlens_kv=starts,
         max_seqlen_q=longest,
@@ -62,25 +52,8 @@ def pack(lengths: tuple[int, ...], positions: Tensor, *, thd: bool) -> PackedSeq
 class VarlenAttention(MegatronModule):
     """Megatron's ``core_attention`` for packed sequences: causal, grouped queries, no dropout."""
 
-    def __init__(
-        self,
-        config,
-        layer_number,
-        attn_mask_type,
-        attention_type,
-        attention_dropout=None,
-        softmax_scale=None,
-        k_channels=None,
-        v_channels=None,
-        cp_comm_type=None,
-        pg_collection=None,
-    ):
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_unused):
         super().__init__(config=config)
-        if config.context_parallel_size > 1:
-            raise ConfigError("--context-parallel-size above 1 needs TransformerEngine; use 1")
-        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if dropout:
-            raise ConfigError(f"attention_dropout {dropout} is not supported in training by rollouts; use 0")
         self.softmax_scale = softmax_scale
 
     def forward(
@@ -189,3 +162,53 @@ def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 def _repeat(x: Tensor, times: int) -> Tensor:
     t, groups, dim = x.shape
     return x.unsqueeze(2).expand(t, groups, times, dim).reshape(t, groups * times, dim)
+
+
+class Rotary(torch.nn.Module):
+    """Angles of queries and keys, with the frequencies that transformers computes.
+
+    Megatron asks an embedding how long its table is to be and then for the table. Without TransformerEngine the answer
+    is the positions themselves, each token's in its own sequence.
+
+    Args:
+        frequencies: float32[dim / 2] of pairs of neighbours, or of a feature and the one half a head further.
+        interleaved: whether neighbours are rotated together.
+    """
+
+    def __init__(self, frequencies: Tensor, *, interleaved: bool = False):
+        super().__init__()
+        self._frequencies, self._interleaved = frequencies, interleaved
+
+    def get_rotary_seq_len(
+        self, inference: Any, block: Any, hidden: Any, config: Any, packed_seq_params: PackedSequences
+    ) -> Tensor:
+        """Positions int64[T] of the packed tokens; with TransformerEngine all up to the longest sequence's."""
+        packed = packed_seq_params
+        if packed.qkv_format == "thd":
+            return torch.arange(packed.max_seqlen_q, device=packed.positions.device)
+        return packed.positions
+
+    def forward(self, positions: Tensor, packed_seq: bool = False, cp_group: Any = None) -> Any:
+        """float32[T, 1, 1, dim]."""
+        angles = torch.outer(positions.float(), self._frequencies)
+        table = angles.repeat_interleave(2, 1) if self._interleaved else torch.cat((angles, angles), 1)
+        return table[:, None, None]
+
+
+class LatentRotary(Rotary):
+    """The same for Megatron's latent attention, whose queries are [T, heads, dim].
+
+    Args:
+        frequencies: float32[dim / 2].
+        scale: factor of cosine and sine; given with YaRN, for which Megatron takes a pair.
+    """
+
+    def __init__(self, frequencies: Tensor, scale: float | None):
+        super().__init__(frequencies)
+        self._scale = scale
+
+    def forward(self, positions: Tensor, packed_seq: bool = False, cp_group: Any = None) -> Any:
+        """float32[T, 1, dim], or float32[T, 1, 1, dim] with TransformerEngine; and the scale if there is one."""
+        table = super().forward(positions)
+        table = table if packed_seq else table.squeeze(1)
+        return table if self._scale is None else (table, self._scale)

@@ -180,10 +180,8 @@ class Conversion:
 
     def _account(self, held: Iterable[str], there: Iterable[str], folder: Path) -> None:
         mine = {hf for name in held for hf in self.source(name).names}
-        wanted: list[Any] = [mine]
-        if self.layout.world_size > 1:
-            wanted = [None] * self.layout.world_size
-            dist.all_gather_object(wanted, mine)
+        wanted: list[Any] = [None] * self.layout.world_size
+        dist.all_gather_object(wanted, mine)
         needed, there = set().union(*wanted), set(there)
         missing = sorted(needed - there)
         if missing:

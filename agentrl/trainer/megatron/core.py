@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from agentrl.trainer.megatron import model as models  # noqa: E402
 from agentrl.trainer.megatron.attention import PackedSequences, pack  # noqa: E402
 from agentrl.trainer.megatron.export import Exporter, save_hf  # noqa: E402
-from agentrl.trainer.megatron.layers import has_transformer_engine  # noqa: E402
+from agentrl.trainer.megatron.layers import ValueHead, has_transformer_engine  # noqa: E402
 from agentrl.trainer.megatron.optimizer import build_optimizer, build_scheduler, optimizer_step  # noqa: E402
 from agentrl.trainer.megatron.parallel import Layout  # noqa: E402
 from agentrl.trainer.megatron.state import ModelState  # noqa: E402
-from agentrl.trainer.megatron.value_head import ValueHead  # noqa: E402
 
 
 @dataclass
@@ -66,7 +65,6 @@ class Core:
 
     Args:
         hf_checkpoint: directory the weights, the architecture and the tokenizer files come from.
-        options: the trainer's.
         layout: where this rank stands in a world that it has joined.
         total_steps: optimizer steps of the run, over which the learning rate goes its way.
         values: it has a head that gives a value in place of the output layer that gives logits.
@@ -110,24 +108,19 @@ class Core:
         self.gathers_late = self.ddp.use_forward_hook
         self._state = ModelState(self.chunks, self.conversion, self.optimizer, self.scheduler, layout)
         self._offload = Offload()
-        self.steps_done = self.steps_skipped = self._in_a_row = 0
+        self.steps_done = self._in_a_row = 0
 
     def load_hf(self, path: str | Path) -> None:
         """Set the weights from a Hugging Face checkpoint directory of the same architecture.
-
-        Raises:
-            ConfigError: its ``config.json`` asks for another model, be it with weights of the same shapes.
-        """
+        Raises ConfigError: its ``config.json`` asks for another model, be it with weights of the same shapes."""
         models.check_same(models.read_config(path), self.conversion.hf_config, Path(path))
         self.conversion.load(self.chunks, Path(path))
         self.optimizer.reload_model_params()
 
     # -- forward and backward ---------------------------------------------------------------------
 
-    def schedule(
-        self, batch: TrainBatch, num_steps: int = 1, keys: Sequence[Hashable] | None = None
-    ) -> list[packing.Step]:
-        """Which sequences run together; those of one key in one optimizer step. Ranks have equal work, in FLOPs."""
+    def schedule(self, batch: TrainBatch, num_steps: int = 1) -> list[packing.Step]:
+        """Which sequences run together; those of an episode in one optimizer step. Ranks have equal work, in FLOPs."""
         fixed = None if self.options.use_dynamic_batch_size else self.options.micro_batch_size
         lengths = batch.lengths.tolist()
         logits = batch.sampled_of.tolist() if self.conversion.logits else [0] * len(lengths)
@@ -140,7 +133,7 @@ class Core:
             # Stages of an interleaved pipeline take turns in rounds of as many micro-batches as there are of them.
             multiple_of=self.layout.pp if self.layout.vpp > 1 else 1,
             num_steps=num_steps,
-            keys=keys,
+            keys=[batch.episode_ids[trajectory] for trajectory in batch.trajectory_of],
         )
 
     def run(self, batch: TrainBatch, step: packing.Step, head: Head, *, forward_only: bool = False) -> list[dict]:
@@ -182,6 +175,16 @@ class Core:
         finally:
             self._train(True)
 
+    def infer(self, batch: TrainBatch, of: Callable[[Packed, Tensor], Tensor], step: packing.Step) -> np.ndarray:
+        """float32[T]: what ``of`` gives for the sampled tokens of the sequences of ``step``, 0 for others. The same on
+        all ranks."""
+
+        def head(packed: Packed, hidden: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            values = of(packed, hidden)
+            return values.new_zeros(()), {"at": packed.at, "values": values}
+
+        return self.whole(self.run(batch, step, head, forward_only=True), "values", batch.num_tokens)
+
     def _train(self, mode: bool) -> None:
         for chunk in self.chunks:
             chunk.train(mode)
@@ -216,15 +219,11 @@ class Core:
 
     def update(self) -> dict[str, float]:
         """Update the weights from the gradients in the buffers, see `optimizer_step`; its metrics.
-
-        Raises:
-            GradientError: too many in a row had gradients that are not finite (``--max-skipped-steps``).
-        """
+        Raises GradientError: too many in a row had gradients that are not finite (``--max-skipped-steps``)."""
         updated, norm, rate = optimizer_step(self.optimizer, self.scheduler, self.options.clip_grad)
         self.steps_done += 1
         empty = norm == 0
         skipped = not updated and not empty
-        self.steps_skipped += skipped
         if not empty:
             self._in_a_row = self._in_a_row + 1 if skipped else 0
         if self._in_a_row > self.options.max_skipped_steps:
@@ -250,8 +249,7 @@ class Core:
         if self.layout.reports:
             for result in results:
                 values[torch.from_numpy(result["at"]).to(self.device)] = result[name]
-        if self.layout.world_size > 1:
-            dist.all_reduce(values)
+        dist.all_reduce(values)
         return values.cpu().numpy()
 
     def reduce(self, results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[dict[str, float], float]:
@@ -262,9 +260,8 @@ class Core:
             for result in results:
                 sums += torch.stack([result["sums"][name] for name in names])
             largest = torch.stack([r["largest"] for r in results]).max()
-        if self.layout.world_size > 1:
-            dist.all_reduce(sums)
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(sums)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return dict(zip(names, sums.tolist(), strict=True)), float(largest)
 
     # -- weights and state ------------------------------------------------------------------------
@@ -281,23 +278,18 @@ class Core:
         """Write the weights as a Hugging Face directory with tokenizer and chat template."""
         more = self.conversion.kept_aside(self.hf_checkpoint) if self.layout.rank == 0 else None
         save_hf(self.export(), more, self.hf_checkpoint, Path(target), writes or Writes())
-        if self.layout.world_size > 1:
-            dist.barrier()
+        dist.barrier()
 
     def save(self, folder: Path, writes: Writes | None = None) -> None:
         """Write weights, optimizer (unless ``--no-save-optim``), scheduler and random state into a folder (see
         `state.py`)."""
-        counters = {"steps_done": self.steps_done, "steps_skipped": self.steps_skipped}
+        counters = {"steps_done": self.steps_done}
         self._state.save(folder, counters, writes or Writes(), moments=self.options.save_optim)
 
     def load(self, folder: Path) -> None:
         """Go on from a folder that :meth:`save` wrote, at the same or another parallel layout.
-
-        Raises:
-            CheckpointError: files are missing or of another model.
-        """
-        counters = self._state.load(folder, moments=self.options.load_optim)
-        self.steps_done, self.steps_skipped = counters["steps_done"], counters["steps_skipped"]
+        Raises CheckpointError: files are missing or of another model."""
+        self.steps_done = self._state.load(folder, moments=self.options.load_optim)["steps_done"]
 
     # -- memory -----------------------------------------------------------------------------------
 

@@ -107,28 +107,28 @@ def import_megatron() -> None:
 
 
 class _CpuTorch(types.ModuleType):
-    """``torch`` as Megatron's modules see it: every attribute is torch's, save those listed above."""
+    """``torch``, or ``torch.cuda``, as Megatron's modules see it: every attribute is torch's, save those listed
+    above."""
+
+    def __init__(self, real: types.ModuleType):
+        super().__init__(real.__name__)
+        self._real = real
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-class _CpuCuda(types.ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda, name)
+        return getattr(self._real, name)
 
 
 @functools.cache
 def _proxy() -> _CpuTorch:
-    proxy = _CpuTorch("torch")
+    proxy = _CpuTorch(torch)
     # Copied so that a look-up costs what it costs in torch itself.
     vars(proxy).update({k: v for k, v in torch.__dict__.items() if not k.startswith("__")})
     vars(proxy).update({name: _on_the_cpu(getattr(torch, name)) for name in _FACTORIES}, cuda=_cuda())
     return proxy
 
 
-def _cuda() -> _CpuCuda:
-    cuda = _CpuCuda("torch.cuda")
+def _cuda() -> _CpuTorch:
+    cuda = _CpuTorch(torch.cuda)
     states = {
         "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
         "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),

@@ -20,12 +20,7 @@ SUMS = ("weight", "value_loss", "value_clip_fraction")
 
 
 class Critic:
-    """The model that learns what a state is worth, in the same ranks and layout as the policy.
-
-    Args:
-        core: its weights and optimizer.
-        algorithm: what gives ``returns``, and aggregates.
-    """
+    """The model that learns what a state is worth, in the same ranks and layout as the policy."""
 
     columns = ("values",)
     """What :meth:`infer` can give."""
@@ -45,22 +40,16 @@ class Critic:
         return cls(Core(options.critic_load or hf_checkpoint, own, layout, total_steps=steps, values=True), algorithm)
 
     def infer(self, batch: TrainBatch, name: str) -> np.ndarray:
-        """Values of the states before the sampled tokens: float32[T], 0 where a token was not sampled. The same on all
-        ranks."""
-
-        def head(packed: Packed, hidden: Tensor) -> tuple[Tensor, dict[str, Any]]:
-            values = self._values(packed, hidden)
-            return values.new_zeros(()), {"at": packed.at, name: values}
-
+        """float32[T]: values of the states before the sampled tokens, see :meth:`Core.infer`."""
         (step,) = self.core.schedule(batch)
-        return self.core.whole(self.core.run(batch, step, head, forward_only=True), name, batch.num_tokens)
+        return self.core.infer(batch, self._values, step)
 
     def update(self, batch: TrainBatch, *, num_steps: int = 1) -> dict[str, float]:
         """Train on a batch that has ``values`` and ``returns``, in the optimizer steps of :meth:`Policy.update`. Gives
         metrics, means over the steps (skipped ones are a sum, the rate is the last), the same on all ranks."""
         began = time.perf_counter()
         core, reports = self.core, []
-        for step in core.schedule(batch, batch.steps(num_steps), [batch.episode_ids[t] for t in batch.trajectory_of]):
+        for step in core.schedule(batch, batch.steps(num_steps)):
             weight = self.algorithm.aggregate(batch, step.samples) * core.scale(step)
             results = core.run(batch.with_columns(weight=weight.astype(np.float32)), step, self._loss)
             sums, _ = core.reduce(results, SUMS)

@@ -48,7 +48,7 @@ from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 
 from agentrl.trainer.megatron import model as models  # noqa: E402
 from agentrl.trainer.megatron.conversion import tensor_files  # noqa: E402
-from agentrl.trainer.megatron.export import save_hf  # noqa: E402
+from agentrl.trainer.megatron.export import in_parts, save_hf  # noqa: E402
 from agentrl.trainer.megatron.parallel import Layout, initialize, shutdown  # noqa: E402
 
 Say = Callable[[str], None]
@@ -287,7 +287,7 @@ def _fits(part: ShardedTensor, stored: TensorStorageMetadata) -> bool:
 
 def _load(model: _Model, found: dict[str, _Found], folder: Path, done: _Progress) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor, as Hugging Face has them, of all parameters; some are in memory at a time."""
-    for names in _groups(found):
+    for names in in_parts(found, lambda name: found[name].like.nbytes, READ_BYTES):
         tensors = {name: torch.empty_like(found[name].like, device="cpu") for name in names}
         wanted = {
             f"{name}/{n}": _a_part_alone(part)
@@ -302,20 +302,6 @@ def _load(model: _Model, found: dict[str, _Found], folder: Path, done: _Progress
         for name, tensor in tensors.items():
             yield from model.conversion.to_hf(name, tensor)
             done.add(tensor.nbytes)
-
-
-def _groups(found: dict[str, _Found]) -> Iterator[list[str]]:
-    """The parameters in their order, as many as are read at a time."""
-    names: list[str] = []
-    size = 0
-    for name, each in found.items():
-        names.append(name)
-        size += each.like.nbytes
-        if size >= READ_BYTES:
-            yield names
-            names, size = [], 0
-    if names:
-        yield names
 
 
 def _a_part_alone(part: ShardedTensor) -> ShardedTensor:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from agentrl.data.writes import Writes
 from agentrl.trainer.megatron.conversion import INDEX, Conversion, expert_group, is_split
 from agentrl.trainer.megatron.model import PolicyModel
 
+T = TypeVar("T")
 SHARD_BYTES = 4 << 30
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".py", ".h5", ".msgpack")
 _OWN = ("config.json", INDEX)
@@ -141,37 +143,35 @@ def _write_folder(weights: Iterable[tuple[str, Tensor]], source: Path, target: P
 
 
 def _write_shards(weights: Iterable[tuple[str, Tensor]], folder: Path) -> torch.dtype:
-    shard: dict[str, Tensor] = {}
-    names: list[list[str]] = []
-    size = total = 0
-    dtype: torch.dtype | None = None
-
-    def flush() -> None:
-        nonlocal shard, size
-        if shard:
-            save_tensors(shard, folder / f"shard-{len(names):05d}")
-            names.append(list(shard))
-            shard, size = {}, 0
-
-    for name, tensor in weights:
-        shard[name] = tensor
-        # The first is a weight; biases of routers are float32 in every checkpoint.
-        dtype = dtype or tensor.dtype
-        size += tensor.nbytes
-        total += tensor.nbytes
-        if size >= SHARD_BYTES:
-            flush()
-    flush()
-    if len(names) == 1:
-        (folder / "shard-00000").rename(folder / "model.safetensors")
-        return dtype or torch.float32
     index: dict[str, str] = {}
-    for n, contained in enumerate(names):
-        file = f"model-{n + 1:05d}-of-{len(names):05d}.safetensors"
-        (folder / f"shard-{n:05d}").rename(folder / file)
-        index |= dict.fromkeys(contained, file)
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1))
-    return dtype or torch.float32
+    total, dtype = 0, torch.float32
+    for number, shard in enumerate(in_parts(weights, lambda pair: pair[1].nbytes, SHARD_BYTES)):
+        if not number:  # the first is a weight; biases of routers are float32 in every checkpoint
+            dtype = shard[0][1].dtype
+        file = f"model-{number + 1:05d}.safetensors"
+        save_tensors(dict(shard), folder / file)
+        index |= dict.fromkeys((name for name, _ in shard), file)
+        total += sum(tensor.nbytes for _, tensor in shard)
+        del shard  # before the next one is gathered
+    if len(set(index.values())) == 1:
+        (folder / file).rename(folder / "model.safetensors")
+    else:
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1))
+    return dtype
+
+
+def in_parts(items: Iterable[T], size_of: Callable[[T], int], size: int) -> Iterator[list[T]]:
+    """The items in their order, in lists that are as large as ``size`` or just beyond it."""
+    part: list[T] = []
+    filled = 0
+    for item in items:
+        part.append(item)
+        filled += size_of(item)
+        if filled >= size:
+            yield part
+            part, filled = [], 0
+    if part:
+        yield part
 
 
 def _copy_rest(source: Path, folder: Path, dtype: torch.dtype) -> None:

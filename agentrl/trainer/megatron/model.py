@@ -41,11 +41,11 @@ from agentrl.errors import CheckpointError, ConfigError
 from agentrl.families.family import head_dim, rope, rotated_share
 from agentrl.families.fields import not_computed
 from agentrl.trainer.megatron import cpu
+from agentrl.trainer.megatron.attention import LatentRotary, Rotary
 from agentrl.trainer.megatron.conversion import Conversion
 from agentrl.trainer.megatron.layers import block_spec, has_transformer_engine
 from agentrl.trainer.megatron.log_probs import VocabShard
 from agentrl.trainer.megatron.parallel import Layout
-from agentrl.trainer.megatron.rotary import LatentRotary, Rotary
 
 
 def resolve_dtype(options: TrainerOptions) -> torch.dtype:
@@ -114,7 +114,6 @@ def make_conversion(
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
-        context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=1 if layout.ep > 1 else layout.tp,
         variable_seq_lengths=True,

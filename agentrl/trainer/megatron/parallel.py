@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from agentrl.config.schema import ParallelOptions, TrainerOptions
+from agentrl.config.schema import TrainerOptions
 from agentrl.errors import ConfigError
+from agentrl.processes.network import LOOPBACK
 from agentrl.trainer.megatron import cpu
 
 
@@ -28,7 +29,6 @@ class Layout:
     pp_rank: int
     dp: int
     dp_rank: int
-    cp: int
     vpp: int = 1
     """Chunks of layers that a rank of an interleaved pipeline has."""
     ep: int = 1
@@ -47,28 +47,6 @@ class Layout:
         return self.last_stage and self.tp_rank == 0
 
 
-def check_layout(options: ParallelOptions, world_size: int) -> None:
-    """Raise ConfigError when the parallel sizes do not fit the number of ranks."""
-    model = options.model_parallel_size
-    sizes = (
-        f"--tensor-model-parallel-size {options.tensor_model_parallel_size} x "
-        f"--pipeline-model-parallel-size {options.pipeline_model_parallel_size} x "
-        f"--context-parallel-size {options.context_parallel_size}"
-    )
-    if world_size % model:
-        raise ConfigError(
-            f"{sizes} = {model} does not divide the {world_size} trainer ranks "
-            "(--actor-num-nodes x --actor-num-gpus-per-node)"
-        )
-    if options.context_parallel_size > 1:
-        raise ConfigError(
-            f"--context-parallel-size {options.context_parallel_size} is not available: sequences are packed and "
-            "weighed whole, and only TransformerEngine's attention computes on slices of them; use 1"
-        )
-    if options.sequence_parallel and options.tensor_model_parallel_size == 1:
-        raise ConfigError("--sequence-parallel needs --tensor-model-parallel-size of at least 2")
-
-
 def initialize(
     rank: int,
     world_size: int,
@@ -83,8 +61,8 @@ def initialize(
     reach, or ``tcp://host:port``, where ``listener`` is rank 0's socket if it listens already. A store on TCP asks
     nobody for a key, so ranks on one machine meet in a file.
 
-    Raises ConfigError: the sizes do not fit ``world_size``, or the process already is in a world."""
-    check_layout(options, world_size)
+    Raises ConfigError: the process already is in a world.
+    """
     if dist.is_initialized():
         raise ConfigError("this process already belongs to a process group; use one process a rank")
     from megatron.core import parallel_state
@@ -103,23 +81,17 @@ def initialize(
     if cpu.on_cpu():
         torch.set_num_threads(options.threads or 1)
         # Ranks on one machine talk over loopback unless the operator chose an interface.
-        if on_one_machine(init_method):
+        if init_method.startswith("file:") or LOOPBACK in init_method:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     else:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
     store = _store(rank, world_size, init_method, timeout, listener)
-    dist.init_process_group(
-        "gloo" if cpu.on_cpu() else "nccl",
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
+    backend = "gloo" if cpu.on_cpu() else "nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=options.tensor_model_parallel_size,
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=options.megatron.get("virtual_pipeline_model_parallel_size"),
-        context_parallel_size=options.context_parallel_size,
         expert_model_parallel_size=options.expert_model_parallel_size,
         expert_tensor_parallel_size=1 if options.expert_model_parallel_size > 1 else None,
         distributed_timeout_minutes=options.distributed_timeout_minutes,
@@ -136,18 +108,11 @@ def initialize(
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp=parallel_state.get_data_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
-        cp=parallel_state.get_context_parallel_world_size(),
         vpp=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
         ep=parallel_state.get_expert_model_parallel_world_size(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         edp_rank=parallel_state.get_expert_data_parallel_rank(),
     )
-
-
-def on_one_machine(init_method: str) -> bool:
-    """Whether ranks that meet there are all on this machine."""
-    where = urlsplit(init_method)
-    return where.scheme == "file" or where.hostname in ("127.0.0.1", "localhost")
 
 
 def _store(

@@ -23,12 +23,7 @@ from agentrl.trainer.reference import WeightCopies
 
 
 class Policy:
-    """The model that is trained.
-
-    Args:
-        core: its weights and optimizer.
-        algorithm: what gives credit, and names the terms of the loss.
-    """
+    """The model that is trained, by the credit and the terms of the loss of an algorithm."""
 
     columns = ("old", "ref")
     """What :meth:`infer` can give."""
@@ -103,7 +98,7 @@ class Policy:
         kept = {name: np.zeros(batch.num_tokens, np.float32) for name in (("current", "ratio") if keep else ())}
         reports: list[dict[str, float]] = []
         aged: dict[str, float] = {}
-        for step in core.schedule(batch, num_steps, [batch.episode_ids[t] for t in batch.trajectory_of]):
+        for step in core.schedule(batch, num_steps):
             scale = core.scale(step)
             weight = self.algorithm.aggregate(batch, step.samples) * scale
             columns = {"weight": weight.astype(np.float32)}
@@ -154,11 +149,7 @@ class Policy:
         return head
 
     def _log_probs(self, batch: TrainBatch, step: Step) -> np.ndarray:
-        def head(packed: Packed, hidden: Tensor):
-            values, _ = self._of(packed, hidden)
-            return values.new_zeros(()), {"at": packed.at, "values": values}
-
-        return self.core.whole(self.core.run(batch, step, head, forward_only=True), "values", batch.num_tokens)
+        return self.core.infer(batch, lambda packed, hidden: self._of(packed, hidden)[0], step)
 
     def _of(self, packed: Packed, hidden: Tensor, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         core = self.core

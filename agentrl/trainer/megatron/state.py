@@ -49,12 +49,7 @@ _EMBEDDINGS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 class ModelState:
-    """Saves and loads what a rank holds. Collective.
-
-    Args:
-        chunks, conversion, optimizer, scheduler: of this rank.
-        layout: where this rank stands.
-    """
+    """Saves and loads what a rank holds. Collective."""
 
     def __init__(
         self,
@@ -102,14 +97,13 @@ class ModelState:
                 "scheduler_steps": self._scheduler.num_steps,
             }
             writes(partial(write_json, value=state), folder / "state.json")
-        _barrier(layout)
+        dist.barrier()
 
     def load(self, folder: Path, *, moments: bool = True) -> dict[str, int]:
         """Set weights, moments where asked for and there, schedule and random state from ``folder``; returns the
         counters.
 
         The learning-rate schedule itself is that of the present options; its position is the saved one.
-
         Raises CheckpointError: files are missing or do not fit this model."""
         state = read_json(folder / "state.json")
         if state.get("format") != FORMAT:
@@ -124,7 +118,7 @@ class ModelState:
         self._scheduler.step(0)
         if state["layout"]["world_size"] == self._layout.world_size:
             _set_random_states(folder / f"random-{self._layout.rank:05d}.safetensors")
-        _barrier(self._layout)
+        dist.barrier()
         return state["counters"]
 
     # -- the three kinds of optimizers ------------------------------------------------------------
@@ -271,8 +265,3 @@ def _set_random_states(path: Path) -> None:
     if cuda is not None and not cpu.on_cpu():
         torch.cuda.set_rng_state(cuda)
     get_cuda_rng_tracker().set_states({k.removeprefix("tracker/"): v for k, v in states.items()})
-
-
-def _barrier(layout: Layout) -> None:
-    if layout.world_size > 1:
-        dist.barrier()

@@ -26,10 +26,8 @@ class MegatronTrainer:
     """The models in training on Megatron-core, as one of ``world_size`` ranks.
 
     Args:
-        rank, world_size: of this process.
         init_method: where the ranks meet, as torch writes it; see :func:`parallel.initialize`.
         hf_checkpoint: directory the weights, the architecture and the tokenizer files come from.
-        options: everything else.
         listener: rank 0 only: a socket that already listens at the port of ``init_method``.
 
     Raises:
@@ -67,10 +65,7 @@ class MegatronTrainer:
     def infer(self, batch: TrainBatch, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Columns float32[T] of these names: ``old`` and ``ref``, log-probabilities before the update, and the critic's
         ``values``.
-
-        Raises:
-            ConfigError: no model computes one of them.
-        """
+        Raises ConfigError: no model computes one of them."""
         models: list[Policy | Critic] = [self.policy] if self.critic is None else [self.policy, self.critic]
         of = {column: model for model in models for column in model.columns}
         if wrong := [name for name in names if name not in of]:
@@ -110,9 +105,7 @@ class MegatronTrainer:
             self.policy.load_reference(reference)
             self._saves_reference = True  # also of a run that refreshes it no more
         for name, part in self.parts.items():
-            # Before there were parts, the policy was all there was.
-            there = (Path(folder) / name).is_dir() or name != "policy"
-            part.load(Path(folder) / name if there else Path(folder))
+            part.load(Path(folder) / name)
 
     def release_memory(self) -> int:
         """Have no memory on the device, until :meth:`resume_memory`; bytes that were given back."""
