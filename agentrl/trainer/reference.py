@@ -1,4 +1,4 @@
-"""Further sets of weights for one model: the reference policy, kept on the CPU and swapped in."""
+"""The reference policy: a further set of weights for one model, kept on the CPU and swapped in."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from collections.abc import Iterator
 import torch
 
 
-class WeightCopies:
-    """Named CPU copies of a model's parameters, and of the biases by which its experts are chosen.
+class Reference:
+    """A CPU copy of a model's parameters, and of the biases by which its experts are chosen.
 
-    One copy costs the size of this rank's weights in CPU memory, and nothing on the GPU. While one
-    is swapped in, the live weights wait in CPU memory too, in room that is kept for them from then on.
-    Of a GPU's weights all of it is pinned: they move at the speed of the bus.
+    It costs the size of this rank's weights in CPU memory, and nothing on the GPU. While it is swapped in, the live
+    weights wait in CPU memory too, in room that is kept for them from then on. Of a GPU's weights all of it is pinned:
+    they move at the speed of the bus.
     """
 
     def __init__(self, model: torch.nn.Module):
         biases = (value for name, value in model.named_buffers() if name.endswith(".expert_bias"))
         self._parameters = [*model.parameters(), *biases]
-        self._copies: dict[str, list[torch.Tensor]] = {}
+        self._kept: list[torch.Tensor] = []
         self._live: list[torch.Tensor] = []
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._copies
+    def __bool__(self) -> bool:
+        """Whether weights are kept."""
+        return bool(self._kept)
 
-    def keep(self, name: str) -> None:
-        """Copy the model's present weights under this name, in place of an earlier copy."""
-        self._copies[name] = self._read(self._copies.get(name, []))
+    def keep(self) -> None:
+        """Copy the model's present weights, in place of an earlier copy."""
+        self._kept = self._read(self._kept)
 
     @contextlib.contextmanager
-    def use(self, name: str) -> Iterator[None]:
-        """Run a block with the weights of that name, then put the live ones back.
-        Raises KeyError: no copy of that name was kept."""
-        copy, self._live = self._copies[name], self._read(self._live)
+    def use(self) -> Iterator[None]:
+        """Run a block with the weights that were kept, then put the live ones back."""
+        self._live = self._read(self._live)
         try:
-            self._write(copy)
+            self._write(self._kept)
             yield
         finally:
             self._write(self._live)

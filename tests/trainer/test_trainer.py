@@ -333,7 +333,7 @@ def test_what_is_saved_for_later_is_of_the_moment_it_was_saved(make_trainer, tmp
     assert not [p for p in (tmp_path / "later").rglob("*") if p.is_file()]
     train(trainer, random_batch(6, seed=1))
     torch.rand(3)
-    if trainer.policy.has_reference:
+    if trainer.policy.reference:
         trainer.refresh_reference()
     later.finish()
     now, then = ({str(p.relative_to(f)): p.read_bytes() for p in f.rglob("*") if p.is_file()} for f in

@@ -19,7 +19,7 @@ from agentrl.trainer.megatron.core import Core, Packed
 from agentrl.trainer.megatron.log_probs import log_probs
 from agentrl.trainer.megatron.model import vocab_shard
 from agentrl.trainer.packing import Step
-from agentrl.trainer.reference import WeightCopies
+from agentrl.trainer.reference import Reference
 
 
 class Policy:
@@ -33,31 +33,22 @@ class Policy:
         self.core, self.algorithm, self.loss = core, algorithm, Loss(algorithm, options)
         self._shard = vocab_shard(core.model, core.conversion) if core.layout.last_stage else None
         self._stop = agreement.Bounds.of(options, gpu=core.device.type == "cuda").stop
-        self._copies = WeightCopies(torch.nn.ModuleList(core.chunks))
+        self.reference = Reference(torch.nn.ModuleList(core.chunks))
         if "ref" in algorithm.infers(1):
             if options.ref_load and Path(options.ref_load) != core.hf_checkpoint:
                 self.load_reference(Path(options.ref_load))
             else:
-                self._copies.keep("ref")
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether reference weights are kept."""
-        return "ref" in self._copies
-
-    def refresh_reference(self) -> None:
-        """The weights of now become the reference."""
-        self._copies.keep("ref")
+                self.reference.keep()
 
     def save_reference(self, folder: Path, writes: Writes | None = None) -> None:
         """Write the reference as a Hugging Face directory: it loads at any layout."""
-        with self._copies.use("ref"):
+        with self.reference.use():
             self.core.save_hf(folder, writes)
 
     def load_reference(self, folder: Path) -> None:
         """Take the reference from a Hugging Face directory. The live weights are those of the checkpoint then."""
         self.core.load_hf(folder)
-        self._copies.keep("ref")
+        self.reference.keep()
         self.core.load_hf(self.core.hf_checkpoint)
 
     def infer(self, batch: TrainBatch, name: str) -> np.ndarray:
@@ -67,9 +58,9 @@ class Policy:
         (step,) = self.core.schedule(batch)
         if name == "old":
             return self._log_probs(batch, step)
-        if name not in self._copies:
+        if not self.reference:
             raise ConfigError("no reference weights are kept; give --use-kl-loss or --kl-coef, or name 'ref' in needs")
-        with self._copies.use(name):
+        with self.reference.use():
             return self._log_probs(batch, step)
 
     def update(

@@ -81,8 +81,8 @@ class MegatronTrainer:
         return metrics | ({} if self.critic is None else self.critic.update(batch, num_steps=num_steps)), kept
 
     def refresh_reference(self) -> None:
-        """See :meth:`Policy.refresh_reference`."""
-        self.policy.refresh_reference()
+        """The weights of now become the reference."""
+        self.policy.reference.keep()
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights, see :meth:`Core.export`."""
@@ -96,12 +96,12 @@ class MegatronTrainer:
         """Write each part into a folder of its name; see :meth:`save_hf` for ``writes``."""
         for name, part in self.parts.items():
             part.save(Path(folder) / name, writes)
-        if self._saves_reference and self.policy.has_reference:
+        if self._saves_reference and self.policy.reference:
             self.policy.save_reference(Path(folder) / "reference", writes)
 
     def load(self, folder: str | Path) -> None:
         """Go on from a folder that :meth:`save` wrote; see :meth:`Core.load`."""
-        if self.policy.has_reference and (reference := Path(folder) / "reference").is_dir():
+        if self.policy.reference and (reference := Path(folder) / "reference").is_dir():
             self.policy.load_reference(reference)
             self._saves_reference = True  # also of a run that refreshes it no more
         for name, part in self.parts.items():
