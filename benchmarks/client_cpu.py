@@ -181,9 +181,8 @@ def serve(answers: dict[str, bytes], port: Any) -> None:
 # -- ours ----------------------------------------------------------------------------------------------
 
 
-def make_env(pages: list[str], questions: list[str]) -> agentrl.Env:
-    """A :class:`agentrl.ToolEnv` with one tool, whose episodes end with a budget."""
-    drawn = random.Random(1)
+def lookup(result: Callable[[], str], question: Callable[[], str], turns: int) -> type[agentrl.ToolEnv]:
+    """Environments with one tool, whose episodes end with a budget. ``result`` and ``question`` are asked each time."""
 
     @agentrl.tool
     async def search(query: str, page: int = 1) -> str:
@@ -193,19 +192,24 @@ def make_env(pages: list[str], questions: list[str]) -> agentrl.Env:
             query: What is looked for.
             page: Which page of results.
         """
-        return drawn.choice(pages)
+        return result()
 
     class Lookup(agentrl.ToolEnv):
         tools = (search,)
-        max_turns = TURNS
+        max_turns = turns
 
         async def task(self, rng: np.random.Generator, split: str) -> tuple[str, str]:
-            return drawn.choice(questions), "nobody"
+            return question(), "nobody"
 
         async def reward(self, text: str, answer: str) -> float:
             return float(text == answer)
 
-    return Lookup()
+    return Lookup
+
+
+def make_env(pages: list[str], questions: list[str]) -> agentrl.Env:
+    drawn = random.Random(1)
+    return lookup(lambda: drawn.choice(pages), lambda: drawn.choice(questions), TURNS)()
 
 
 class Ours:

@@ -17,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 
+from trainer_step import write_checkpoint
+
 LIMIT = 0.15
 MIB = 1 << 20
 CASES = {
@@ -28,20 +30,6 @@ CASES = {
         layers=8, hidden=384, heads=6, groups=3, ffn=1152, vocab=8192, tokens=2048, dtype="fp32", full=True
     ),
 }
-
-
-def write_checkpoint(path: str, s: dict) -> None:
-    """A random Qwen3 of this shape."""
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=s["vocab"], hidden_size=s["hidden"], intermediate_size=s["ffn"], num_hidden_layers=s["layers"],
-        num_attention_heads=s["heads"], num_key_value_heads=s["groups"], head_dim=64, max_position_embeddings=20000,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
 
 
 def options_of(s: dict, folder: str):
@@ -145,7 +133,7 @@ def main() -> int:
     result = {}
     for name in args.case or CASES:
         with tempfile.TemporaryDirectory() as folder:
-            write_checkpoint(folder, CASES[name])
+            write_checkpoint(folder, CASES[name] | {"dim": 64}, longest=20_000)
             command = [sys.executable, __file__, "--case", name, "--measure", folder]
             env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "2"}  # freed memory goes back
             done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=600)

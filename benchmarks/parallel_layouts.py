@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from trainer_step import SHAPES, write_checkpoint
 
 LIMIT = 1e-4
 INTERLEAVED = {"pipeline_model_parallel_size": 2, "megatron": {"virtual_pipeline_model_parallel_size": 2}}
@@ -40,19 +41,6 @@ LAYOUTS = {
     "tp2 dp2 sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
 }
 RANKS = {"1x1x1": 1} | {name: 4 for name in LAYOUTS if len({"tp2", "pp2", "dp2"} & set(name.split())) == 2}
-
-
-def write_checkpoint(path: Path) -> None:
-    """A random Qwen3 of the demo's shape: 4 layers, 128 wide, tied embeddings."""
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=2048, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, tie_word_embeddings=True,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
 
 
 def make_batch(seed: int = 0):
@@ -124,7 +112,7 @@ def main() -> int:
     most = parser.parse_args().ranks
     results: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder) / "model")
+        write_checkpoint(f"{folder}/model", SHAPES["demo"])
         for ranks in (1, 2, 4):
             names = [n for n in LAYOUTS if RANKS.get(n, 2) == ranks]
             if ranks <= most:

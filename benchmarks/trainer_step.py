@@ -27,7 +27,7 @@ SHAPES = {
 }
 
 
-def write_checkpoint(path: str, s: dict) -> None:
+def write_checkpoint(path: str, s: dict, *, longest: int = 2048) -> None:
     """A random Qwen3 of this shape."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
@@ -36,7 +36,7 @@ def write_checkpoint(path: str, s: dict) -> None:
     config = Qwen3Config(
         vocab_size=s["vocab"], hidden_size=s["hidden"], intermediate_size=s["ffn"], num_hidden_layers=s["layers"],
         num_attention_heads=s["heads"], num_key_value_heads=s["groups"], head_dim=s["dim"],
-        max_position_embeddings=2048, tie_word_embeddings=True,
+        max_position_embeddings=longest, tie_word_embeddings=True,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
 

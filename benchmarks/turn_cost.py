@@ -23,9 +23,8 @@ import sys
 import time
 from typing import Any
 
-import numpy as np
 import orjson
-from client_cpu import english, make_chat, pages_of
+from client_cpu import english, lookup, make_chat, pages_of
 
 import agentrl
 from agentrl.rollout.conversation import EpisodeLimits
@@ -44,27 +43,10 @@ def make_env(pages: list[str]) -> agentrl.Env:
     """A :class:`agentrl.ToolEnv` with one tool, whose episodes end with a budget."""
     drawn = random.Random(1)
 
-    @agentrl.tool
-    async def search(query: str, page: int = 1) -> str:
-        """Finds pages that answer a question.
-
-        Args:
-            query: What is looked for.
-            page: Which page of results.
-        """
+    def page() -> str:
         return " ".join(drawn.choice(pages).split(" "))  # a text of its own, as tools give
 
-    class Lookup(agentrl.ToolEnv):
-        tools = (search,)
-        max_turns = TURNS + 1
-
-        def task(self, rng: np.random.Generator, split: str) -> tuple[str, str]:
-            return drawn.choice(pages), "nobody"
-
-        def reward(self, text: str, answer: str) -> float:
-            return float(text == answer)
-
-    return Lookup()
+    return lookup(page, lambda: drawn.choice(pages), TURNS + 1)()
 
 
 class ScriptedEngine(EngineClient):

@@ -29,10 +29,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from client_cpu import TURNS, answer, english, make_tokenizer
+from client_cpu import TURNS, answer, english, lookup, make_tokenizer
 
-import agentrl
 from agentrl.config import load_config
 from agentrl.config.schema import Config
 from agentrl.orchestrator.cluster import Bundle, Cluster
@@ -48,29 +46,13 @@ WORDS = english()
 drawn = random.Random(1)
 
 
-@agentrl.tool
-async def search(query: str, page: int = 1) -> str:
-    """Finds pages that answer a question.
-
-    Args:
-        query: What is looked for.
-        page: Which page of results.
-    """
+def page() -> str:
     start = drawn.randrange(len(WORDS) - 90)
     return " ".join(WORDS[start : start + 90])
 
 
-class Lookup(agentrl.ToolEnv):
-    """Asks for something; its episodes end with a budget."""
-
-    tools = (search,)
-    max_turns = TURNS
-
-    async def task(self, rng: np.random.Generator, split: str) -> tuple[str, str]:
-        return " ".join(WORDS[:100]), "nobody"
-
-    async def reward(self, text: str, answer: str) -> float:
-        return float(text == answer)
+Lookup = lookup(page, lambda: " ".join(WORDS[:100]), TURNS)
+"""What workers play: ``workers.py:Lookup``."""
 
 
 class ScriptedEngine(asyncio.Protocol):
