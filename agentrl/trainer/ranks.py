@@ -202,14 +202,11 @@ class TrainActor:
                 backend = "nccl" if core.device.type == "cuda" else "gloo"
                 host = LOOPBACK if self._alone else node_address()
                 self._sender = BroadcastSender(self._publisher, backend=backend, host=host)
-                self._clean_up(self._publishing["folder"])
+                if not os.path.isdir(folder := self._publishing["folder"]):
+                    # On another machine than the driver, whose warden would remove it when this process ends.
+                    Warden(temp_dirs=[folder]).start()
         with WORK.on("publishing the weights"), timed("published version %d", version):
             return self._publisher.publish(version)
-
-    def _clean_up(self, folder: str) -> None:
-        """On another machine than the driver, whose warden would: have the folder removed when this process ends."""
-        if not os.path.isdir(folder):
-            Warden(temp_dirs=[folder]).start()
 
     def send(self, method: str, *args: Any) -> Any:
         """Rank 0, beside whatever else it does: call a method of its :class:`BroadcastSender`."""

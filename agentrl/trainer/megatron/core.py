@@ -89,7 +89,7 @@ class Core:
         self.device = torch.device("cpu") if cpu.on_cpu() else torch.device("cuda", torch.cuda.current_device())
         self.conversion = models.make_conversion(hf_config, options, layout, logits=not values)
         self._flops = Flops.of(hf_config.to_dict())
-        self.chunks = models.build_chunks(self.conversion)
+        self.chunks = [models.build_model(self.conversion, n if layout.vpp > 1 else None) for n in range(layout.vpp)]
         """Its layers in order: in one piece, or in those that an interleaved pipeline gives this rank."""
         self.model = self.chunks[-1]
         """The chunk that ends, on the last stage, with what the head reads."""

@@ -77,7 +77,8 @@ def to_dist(hf_checkpoint: Path, target: Path, say: Say) -> None:
     size = sum(file.stat().st_size for file in set(tensor_files(hf_checkpoint).values()))
     check_space(target, size)
     with _described(hf_config) as model:
-        metadata = {"non_homogeneous_layers": model.is_mixture, "singleton_local_shards": False}
+        mixture = model.conversion.config.num_moe_experts is not None
+        metadata = {"non_homogeneous_layers": mixture, "singleton_local_shards": False}
         lies, objects = model.lies(metadata)
         state: dict[str, Any] = dict(objects)
         done = _Progress("read", size, say)
@@ -139,10 +140,6 @@ class _Model:
         with torch.device("meta"):
             self._model = models.build_model(self.conversion)
         self.parameters = self.conversion.tensors(self._model)
-
-    @property
-    def is_mixture(self) -> bool:
-        return self.conversion.config.num_moe_experts is not None
 
     def lies(self, metadata: dict[str, bool]) -> tuple[dict[str, Entry], dict[str, ShardedObject]]:
         """Where each parameter lies in a checkpoint, and what there is beside. Megatron's ``metadata`` says whether

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import (
-    RowParallelLinear,
     gather_from_sequence_parallel_region,
     set_defaults_if_not_set_tensor_model_parallel_attributes,
 )
@@ -68,16 +67,6 @@ class NormedOutput:
         return self.output_norm(out), bias
 
 
-class NormedRowParallel(NormedOutput, RowParallelLinear):
-    """Megatron's own."""
-
-
-def _with_output_norm(linear: type) -> type:
-    if linear is RowParallelLinear:
-        return NormedRowParallel
-    return type(f"Normed{linear.__name__}", (NormedOutput, linear), {})
-
-
 def block_spec(config: TransformerConfig, *, output_norms: bool = False, vp_stage: int | None = None):
     """Specification of this pipeline stage's layers.
 
@@ -97,7 +86,8 @@ def block_spec(config: TransformerConfig, *, output_norms: bool = False, vp_stag
         for holder, name in (("self_attention", "linear_proj"), ("mlp", "linear_fc2")):
             parts = {id(p): p for p in (getattr(layer.submodules, holder).submodules for layer in spec.layer_specs)}
             for part in parts.values():  # layers share a specification
-                setattr(part, name, _with_output_norm(getattr(part, name)))
+                linear = getattr(part, name)
+                setattr(part, name, type(f"Normed{linear.__name__}", (NormedOutput, linear), {}))
     return spec
 
 

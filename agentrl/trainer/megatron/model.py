@@ -219,12 +219,6 @@ class PolicyModel(GPTModel):
 _SPLIT_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
 
 
-def build_chunks(conversion: Conversion) -> list[PolicyModel]:
-    """This rank's part of the model in order: all its layers in one, or the chunks of an interleaved pipeline."""
-    chunks = conversion.layout.vpp
-    return [build_model(conversion, chunk if chunks > 1 else None) for chunk in range(chunks)]
-
-
 def build_model(conversion: Conversion, chunk: int | None = None) -> PolicyModel:
     """This rank's part of the model, or a chunk of it, weights not yet set; without output layer where the conversion
     has no logits."""
