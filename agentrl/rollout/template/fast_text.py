@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from regex import Pattern
     from tokenizers import Tokenizer
 
 _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_ASCII_CLASSES = {r"\p{L}": "A-Za-z", r"\p{N}": "0-9", r"\p{Lu}": "A-Z", r"\p{Ll}": "a-z"}
-_ASCII_CLASSES |= dict.fromkeys([r"\p{Lt}", r"\p{Lm}", r"\p{Lo}", r"\p{M}"], "")
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _FORMS = ("NFC", "NFKC", "NFD", "NFKD")  # all leave ASCII as it is
 _KEPT = 1 << 18
@@ -45,7 +44,7 @@ def byte_alphabet() -> dict[int, str]:
 class WordEncoder:
     """Ids of text without control tokens, by dictionaries of runs of text and of words. Make it with :meth:`of`."""
 
-    def __init__(self, tokenizer: Tokenizer, pattern: str, form: str | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, pattern: Pattern[str], form: str | None) -> None:
         self._form = form
         self._runs = _Runs(tokenizer.model, pattern)
 
@@ -57,9 +56,11 @@ class WordEncoder:
         known = pattern is not None and (form is None or form in _FORMS)
         if not known or type(tokenizer.model).__name__ != "BPE" or tokenizer.model.dropout:
             return None
+        import regex  # what transformers itself splits words with
+
         try:
-            encoder = cls(tokenizer, str(pattern), form)
-        except (ImportError, ValueError, re.error):  # a pattern that only the tokenizer's library knows
+            encoder = cls(tokenizer, regex.compile(str(pattern)), form)
+        except (ValueError, regex.error):  # a pattern that only the tokenizer's library knows
             return None
         return encoder if all(encoder.encode(t) == _reference(tokenizer, t) for t in _samples()) else None
 
@@ -80,16 +81,13 @@ class WordEncoder:
 class _Runs(dict[str, list[int]]):
     """Ids of each run of text; a long one is cut anew each time. KeyError: the tokenizer itself must cut it."""
 
-    def __init__(self, model: Any, pattern: str) -> None:
-        import regex  # what transformers itself splits words with
-
+    def __init__(self, model: Any, pattern: Pattern[str]) -> None:
         super().__init__()
-        self._model, self._letters = model, list(byte_alphabet().values())
-        self._split, self._split_ascii = regex.compile(pattern), re.compile(_ascii(pattern))
+        self._model, self._letters, self._split = model, list(byte_alphabet().values()), pattern
         self._words: dict[str, list[int]] = {}
 
     def __missing__(self, run: str) -> list[int]:
-        found = (self._split_ascii if run.isascii() else self._split).findall(run)
+        found = self._split.findall(run)
         if _CONTROL_CHARACTER.search(run) or len("".join(found)) != len(run):
             raise KeyError(run)  # what the expression passed over is not a word of its own
         ids: list[int] = []
@@ -162,26 +160,6 @@ def _split_pattern(pre: dict[str, Any]) -> str | None:
     if len(steps) > 2 or not plain or steps[1].get("use_regex", True):
         return None
     return (first.get("pattern") or {}).get("Regex")
-
-
-def _ascii(pattern: str) -> str:
-    """``pattern`` with Unicode classes narrowed to ASCII, as Python's ``re`` takes it."""
-    out, depth, i = [], 0, 0
-    while i < len(pattern):
-        name = next((c for c in _ASCII_CLASSES if pattern.startswith(c, i)), None)
-        if name is not None:
-            letters = _ASCII_CLASSES[name]
-            out.append(letters if depth else f"[{letters}]")
-            i += len(name)
-            continue
-        if pattern[i] == "\\":
-            out.append(pattern[i : i + 2])
-            i += 2
-            continue
-        depth += {"[": 1, "]": -1}.get(pattern[i], 0)
-        out.append(pattern[i])
-        i += 1
-    return "".join(out)
 
 
 def _reference(tokenizer: Tokenizer, text: str) -> list[int]:
