@@ -11,7 +11,7 @@ from agentrl.errors import ConfigError
 
 def check_number(what: str, value: Any, least: float, most: float = math.inf, *, whole: bool = True) -> None:
     """Refuses a setting that is not a finite number from ``least`` to ``most``, both included.
-    Raises ConfigError: Says ``what`` is set, its value and what is expected."""
+    Raises ConfigError: says ``what`` is set, its value and what is expected."""
     fits = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if not fits or not -math.inf < value < math.inf or not least <= value <= most:
         span = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"

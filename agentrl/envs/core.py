@@ -330,7 +330,7 @@ def task_index(
 
 def require_number(env: Env, name: str, *, at_least: float, whole: bool = False) -> None:
     """Refuses a setting that is not a finite number of at least ``at_least``.
-    Raises ConfigError: Names the environment, the setting, its value and what is expected."""
+    Raises ConfigError: names the environment, the setting, its value and what is expected."""
     check_number(f"{type(env).__name__}.{name}", getattr(env, name), at_least, whole=whole)
 
 

@@ -139,7 +139,7 @@ def agents_of(env: gymnasium.Env[Any, Any]) -> tuple[str, ...]:
 
 def shares(agents: Iterable[str], reward: float, given: Mapping[str, Any] | None) -> dict[str, float]:
     """What each agent gets of a step: its part of ``info["agent_rewards"]``; without that, the step's reward each.
-    Raises EnvError: Rewards for agents that take no part, or one that is not a finite number."""
+    Raises EnvError: rewards for agents that take no part, or one that is not a finite number."""
     if given is None:
         return dict.fromkeys(agents, reward)
     names = list(agents)
