@@ -1,7 +1,5 @@
 """Clipped importance-sampling weights."""
 
-from __future__ import annotations
-
 from agentrl.algorithms.grpo import GRPO
 
 

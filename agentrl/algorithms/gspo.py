@@ -1,7 +1,5 @@
 """Group sequence policy optimization."""
 
-from __future__ import annotations
-
 from agentrl.algorithms.grpo import GRPO
 
 

@@ -1,7 +1,5 @@
 """Retrieval of passages: BM25 over a corpus in memory or on disk, or a server with Search-R1's HTTP API."""
 
-from __future__ import annotations
-
 from agentrl.retrieval.bm25 import Hit, Index, build_in_memory, open_index
 from agentrl.retrieval.corpus import Passage
 from agentrl.retrieval.retriever import HttpRetriever, LocalRetriever, Retriever

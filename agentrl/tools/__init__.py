@@ -3,8 +3,6 @@
 The built-in tools are imported when first used, since some need packages of the extra ``tools``.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from agentrl.concurrency.backend import Backend

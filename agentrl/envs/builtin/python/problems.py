@@ -43,9 +43,10 @@ class Draw:
 KINDS: dict[str, dict[str, str]] = toml_beside(__file__, "kinds.toml")
 """``topic`` and ``text`` of a problem by its kind."""
 DRAWS: dict[str, Callable[[Draw], Parameters]] = {
-    "prime_sum": lambda d: (lambda low: {"low": low, "high": low + d.sized((100, 300), (500, 2000), (2000, 9000))})(
-        d.sized((10, 200), (200, 2000), (2000, 20000))
-    ),
+    "prime_sum": lambda d: {
+        "low": (low := d.sized((10, 200), (200, 2000), (2000, 20000))),
+        "high": low + d.sized((100, 300), (500, 2000), (2000, 9000)),
+    },
     "change": lambda d: {
         "amount": d.sized((20, 60), (80, 250), (300, 900)),
         "coins": d.some(d.sized(*[(3, 3), (4, 4), (5, 6)]), 1, 25),
@@ -66,25 +67,22 @@ DRAWS: dict[str, Callable[[Draw], Parameters]] = {
         **{name: d.sized((5, 30), (50, 500), (1000, 99999)) for name in "bd"},
         "modulus": d.sized((13, 99), (1001, 9999), (100003, 999983)),
     },
-    "lattice": lambda d: (
-        lambda x, y: {
-            "x": x,
-            "y": y,
-            "blocked": [[px, d.number(1, y - 1)] for px in d.some(d.sized((1, 2), (3, 4), (5, 6)), 1, x - 1)],
-        }
-    )(d.sized((4, 6), (7, 11), (12, 20)), d.sized((4, 6), (7, 11), (12, 20))),
-    "collatz": lambda d: (lambda low: {"low": low, "high": low + d.sized((10, 30), (100, 500), (1000, 3000))})(
-        d.sized((2, 90), (100, 5000), (5000, 90000))
-    ),
+    "lattice": lambda d: {
+        "x": (x := d.sized((4, 6), (7, 11), (12, 20))),
+        "y": (y := d.sized((4, 6), (7, 11), (12, 20))),
+        "blocked": [[px, d.number(1, y - 1)] for px in d.some(d.sized((1, 2), (3, 4), (5, 6)), 1, x - 1)],
+    },
+    "collatz": lambda d: {
+        "low": (low := d.sized((2, 90), (100, 5000), (5000, 90000))),
+        "high": low + d.sized((10, 30), (100, 500), (1000, 3000)),
+    },
     "common": lambda d: {name: d.text(d.sized((6, 9), (14, 22), (28, 40)), "abcd") for name in ("first", "second")},
-    "cells": lambda d: (
-        lambda size: {
-            "size": size,
-            "last": size - 1,
-            "alive": d.some(d.sized((2, 3), (3, 5), (4, 8)), 0, size - 1),
-            "steps": d.sized((3, 6), (20, 90), (200, 900)),
-        }
-    )(d.sized((9, 13), (17, 31), (41, 79))),
+    "cells": lambda d: {
+        "size": (size := d.sized((9, 13), (17, 31), (41, 79))),
+        "last": size - 1,
+        "alive": d.some(d.sized((2, 3), (3, 5), (4, 8)), 0, size - 1),
+        "steps": d.sized((3, 6), (20, 90), (200, 900)),
+    },
     "divisors": lambda d: {"high": d.sized((30, 120), (300, 1500), (3000, 9000)), "count": 2 * d.number(2, 6)},
     "strings": lambda d: {
         "length": d.sized((4, 7), (9, 14), (18, 30)),
