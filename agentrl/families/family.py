@@ -212,15 +212,7 @@ def experts(
     }
 
 
-SIGMOID_ROUTING = words(
-    "moe_intermediate_size num_experts_per_tok n_shared_experts n_routed_experts routed_scaling_factor "
-    "n_group topk_group first_k_dense_replace num_nextn_predict_layers"
-)
-"""Fields of a family with :func:`sigmoid_routing`."""
-SIGMOID_ROUTING_ONLY = {"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-
-
-def sigmoid_routing(model: Model) -> Settings:
+def _sigmoid_routing(model: Model) -> Settings:
     """DeepSeek-V3's routing (arXiv:2412.19437, eq. 12 to 16): sigmoid scores, chosen with a bias, within chosen groups.
 
     The bias is what the checkpoint has and stays so: it is moved by counts, in pre-training.
@@ -239,7 +231,7 @@ def sigmoid_routing(model: Model) -> Settings:
     }
 
 
-def sigmoid_routing_wrong(model: Model) -> Iterator[str]:
+def _sigmoid_routing_wrong(model: Model) -> Iterator[str]:
     """What DeepSeek-V3's routing may be asked for that Megatron does not compute."""
     chosen, groups = model.get("num_experts_per_tok") or 8, model.get("topk_group") or 1
     if chosen < 2:
@@ -251,9 +243,27 @@ def sigmoid_routing_wrong(model: Model) -> Iterator[str]:
         )
 
 
-def first_layers(model: Model) -> set[int]:
-    """The dense layers of a family that starts with some."""
-    return set(range(model.get("first_k_dense_replace") or 0))
+_SIGMOID_ROUTING = words(
+    "moe_intermediate_size num_experts_per_tok n_shared_experts n_routed_experts routed_scaling_factor "
+    "n_group topk_group first_k_dense_replace num_nextn_predict_layers"
+)
+
+
+def sigmoid_routed(settings: Callable[[Model], Settings], layer: Layer, fields: str, **only: Any) -> Family:
+    """A family with :func:`_sigmoid_routing` and shared experts, the first layers dense. ``settings``, sources of a
+    ``layer``, ``fields`` and ``only`` are what it has beside that."""
+
+    def with_experts(model: Model) -> Settings:
+        first = set(range(model.get("first_k_dense_replace") or 0))
+        return settings(model) | experts(model, dense_layers=first, norm=True) | _sigmoid_routing(model)
+
+    return Family(
+        with_experts,
+        {**layer, **EXPERTS, **shared_experts("shared_experts")},
+        fields=_SIGMOID_ROUTING | words(fields),
+        only={"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", **only},
+        wrong=_sigmoid_routing_wrong,
+    )
 
 
 def sparse_steps(model: Model) -> set[int]:
