@@ -10,15 +10,9 @@ from collections.abc import Iterable
 
 from agentrl.loading import toml_beside
 
-NOT_AVAILABLE = {
-    "use-opd": "on-policy distillation",
-    "group-rm": "a reward that sees a whole group",
-    "custom-reward-post-process-path": "changing rewards between scoring and training",
-    "multimodal-keys": "images in prompts",
-}
-"""Flags (without dashes) that users of slime know and that later versions will take, with what they are for."""
-
 _TABLES = toml_beside(__file__, "names.toml")
+NOT_AVAILABLE: dict[str, str] = _TABLES["not_available"]
+"""Flags (without dashes) that users of slime know and that later versions will take, with what they are for."""
 FROM_CHECKPOINT = _TABLES["shape"]["reason"]
 IMPLIED: dict[str, str] = _TABLES["implied"] | dict.fromkeys(_TABLES["shape"]["flags"].split(), FROM_CHECKPOINT)
 """Flags of slime that ask for what is so here anyway: accepted with a note, whatever stands behind them."""

@@ -26,6 +26,10 @@ _COMMAND = re.compile(rf"\$\({_INSIDE}\)|`[^`]*`")
 """A command or a sum whose output stands in the script's place, with others inside it."""
 _HELD = re.compile("\ue000(\\d+)\ue001")
 _ROOM_FOR_PROMPTS = 4096
+_CALLED = {
+    "custom-rm-path": "f(text, answer), see docs/rewards.md",
+    "custom-generate-function-path": "generate(ctx), see docs/training.md",
+}
 
 
 @dataclass(frozen=True)
@@ -157,12 +161,9 @@ def _translated(flag: Flag, given: dict[str, Flag]) -> Translation:
         return Translation(flag, None, note)
     if name == "load":
         return Translation(flag, flag, "goes on if the folder holds a run of agentrl, else starts afresh")
-    if name == "custom-rm-path" and words:
+    if name in _CALLED and words:
         place = re.sub(r"\.(\w+)$", r":\1", words[0]) if ":" not in words[0] else words[0]
-        return Translation(flag, Flag(name, (place,)), "the function is called as f(text, answer), see docs/rewards.md")
-    if name == "custom-generate-function-path" and words:
-        place = re.sub(r"\.(\w+)$", r":\1", words[0]) if ":" not in words[0] else words[0]
-        return Translation(flag, Flag(name, (place,)), "the function is called as generate(ctx), see docs/training.md")
+        return Translation(flag, Flag(name, (place,)), f"the function is called as {_CALLED[name]}")
     if right is not None:
         return _checked(flag, Flag(new, tuple(value) or words), f"called {right} here")
     return _checked(flag, flag, "the same here")

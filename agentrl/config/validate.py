@@ -67,7 +67,7 @@ def validate(config: Config | EvalConfig, explicit: Explicit | None = None) -> N
         if isinstance(config, EvalConfig):
             problems += _evaluated(config, given)
         else:
-            problems += [*_batch(config), *_layout(config), *_numbers(config), *_workers(config), *_halves(config)]
+            problems += [*_batch(config), *_layout(config), *_numbers(config), *_halves(config)]
             problems += _colocated(config)
             problems += _without_effect(config, given)
         problems += [*_engines(config, given), *template_problems(config)]
@@ -382,37 +382,44 @@ def _layout(config: Config) -> Iterator[str]:
 
 
 def _numbers(config: Config) -> Iterator[str]:
-    if config.lr_warmup_steps > (steps := _policy_steps(config)):
-        yield f"--lr-warmup-steps {config.lr_warmup_steps} is more than the policy's {steps} optimizer steps."
-    if config.critic_lr_warmup_steps > config.total_steps:
-        yield (
-            f"--critic-lr-warmup-steps {config.critic_lr_warmup_steps} is more than the critic's {config.total_steps} "
-            "optimizer steps."
-        )
-    yield from _schedules(config)
+    yield from _more_than(config)
     yield from _asynchronous(config)
     yield from _filtered(config)
-    if config.min_lr > config.lr:
-        yield f"--min-lr {config.min_lr:g} is more than --lr {config.lr:g}."
-    if _has_critic(config) and config.critic_lr is not None and config.min_lr > config.critic_lr:
-        yield f"--min-lr {config.min_lr:g} is more than --critic-lr {config.critic_lr:g}."
+    if config.lr_decay_style == "WSD" and config.lr_wsd_decay_steps is None:
+        yield "--lr-decay-style WSD needs --lr-wsd-decay-steps: the last optimizer steps, over which it decays."
     if config.num_critic_only_steps >= config.num_rollout:
         yield (
             f"--num-critic-only-steps {config.num_critic_only_steps} leaves none of the {config.num_rollout} rollouts "
             "of --num-rollout for the policy."
         )
-    warn, stop = config.logprob_abs_diff_warn, config.logprob_abs_diff_stop
-    if warn and stop and warn > stop:
-        yield f"--logprob-abs-diff-warn {warn:g} is more than --logprob-abs-diff-stop {stop:g}: the run stops first."
-    if (config.overlong_buffer_len or 0) > (config.overlong_max_len or math.inf):
-        buffer, longest = config.overlong_buffer_len, config.overlong_max_len
-        yield f"--overlong-buffer-len {buffer} is more than --overlong-max-len {longest}."
     ratio = config.advantage_estimator != "cispo"  # which clips a weight, and as published only from above
     if ratio and config.eps_clip_high is not None and config.eps_clip_high < config.eps_clip:
         yield (
             f"--eps-clip-high {config.eps_clip_high:g} is less than --eps-clip {config.eps_clip:g}: the upper "
             "range is the wider one."
         )
+
+
+def _more_than(config: Config) -> Iterator[str]:
+    """Numbers that another one limits (None, 0: it does not)."""
+    steps, stop = _policy_steps(config), config.logprob_abs_diff_stop or None
+    after_warmup = steps - config.lr_warmup_steps if config.lr_decay_style == "WSD" else None
+    limits: tuple[tuple[str, float | None, str], ...] = (
+        ("lr_warmup_steps", steps, "the policy's {} optimizer steps"),
+        ("critic_lr_warmup_steps", config.total_steps, "the critic's {} optimizer steps"),
+        ("lr_wsd_decay_steps", after_warmup, "the {} optimizer steps of the run after the warm-up"),
+        ("start_weight_decay", config.weight_decay, "--weight-decay {}, to which it grows"),
+        ("min_lr", config.lr, "--lr {}"),
+        ("min_lr", config.critic_lr if _has_critic(config) else None, "--critic-lr {}"),
+        ("logprob_abs_diff_warn", stop, "--logprob-abs-diff-stop {}: the run stops first"),
+        ("overlong_buffer_len", config.overlong_max_len, "--overlong-max-len {}"),
+        ("rollout_num_workers", config.rollout_concurrency, "the {} episodes of --rollout-concurrency"),
+    )
+    for name, most, of_what in limits:
+        value = getattr(config, name)
+        if value and most is not None and value > most:
+            told, limit = (f"{number:g}" if isinstance(number, float) else str(number) for number in (value, most))
+            yield f"--{name.replace('_', '-')} {told} is more than {of_what.format(limit)}."
 
 
 def _policy_steps(config: Config) -> int:
@@ -500,17 +507,6 @@ def _colocated(config: Config) -> Iterator[str]:
         )
 
 
-def _schedules(config: Config) -> Iterator[str]:
-    decay, left = config.lr_wsd_decay_steps, _policy_steps(config) - config.lr_warmup_steps
-    if config.lr_decay_style == "WSD" and decay is None:
-        yield "--lr-decay-style WSD needs --lr-wsd-decay-steps: the last optimizer steps, over which it decays."
-    elif config.lr_decay_style == "WSD" and decay is not None and decay > left:
-        yield f"--lr-wsd-decay-steps {decay} is more than the {left} optimizer steps of the run after the warm-up."
-    start = config.start_weight_decay
-    if start is not None and start > config.weight_decay:
-        yield f"--start-weight-decay {start:g} is more than --weight-decay {config.weight_decay:g}, to which it grows."
-
-
 def _has_reference(config: Config) -> bool:
     return config.use_kl_loss or config.kl_coef > 0 or is_spec(config.advantage_estimator)
 
@@ -577,12 +573,6 @@ def _without_effect(config: Config, given: Explicit) -> Iterator[str]:
             f"--env-arg {dotted[0]}: arguments of --env have no name before them; those of an --eval-env or "
             "--eval-prompt-data do."
         )
-
-
-def _workers(config: Config) -> Iterator[str]:
-    workers, episodes = config.rollout_num_workers or 0, config.rollout_concurrency
-    if workers > episodes:
-        yield f"--rollout-num-workers {workers} is more than the {episodes} episodes of --rollout-concurrency."
 
 
 def _engines(config: Config | EvalConfig, given: Explicit) -> Iterator[str]:
