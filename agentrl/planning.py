@@ -186,13 +186,8 @@ def in_gib(size: float) -> str:
 
 
 def memory_of(cfg: Config, shape: Shape, device: str) -> Memory:
-    """What a run of these options takes.
-
-    Args:
-        cfg: of which batch, layout and precision are read.
-        shape: of its model.
-        device: ``cpu`` or ``cuda``.
-    """
+    """What a run of these options takes, of which batch, layout and precision are read, with a model of that shape on
+    ``device`` (``cpu`` or ``cuda``)."""
     bf16 = cfg.dtype == "bf16" or (cfg.dtype == "auto" and device == "cuda")
     item = 2 if bf16 else 4
     algorithm = load_algorithm(cfg.section(AlgorithmOptions))

@@ -82,11 +82,7 @@ class RayEngine:
         self._handle = actor.remote(*args, **kwargs)
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the actor.
-
-        Raises:
-            EngineError: what the method raised, or the actor is gone.
-        """
+        """Call a method of the actor. Raises EngineError: what the method raised, or the actor is gone."""
         from ray.exceptions import RayActorError, RayTaskError
 
         try:

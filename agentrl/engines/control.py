@@ -36,13 +36,9 @@ class Bucket:
 
 
 def pausing(mode: str = "retract") -> Call:
-    """Stop generating. New requests wait.
-
-    Args:
-        mode: what becomes of requests in flight. ``retract``: they go back to the queue and their KV
-            cache is computed anew with the new weights; ``in_place``: they keep it and go on
-            with it; ``abort``: they return what they have. docs/asynchronous.md says what each means.
-    """
+    """Stop generating. New requests wait. ``mode`` says what becomes of those in flight: ``retract``: they go back to
+    the queue and their KV cache is computed anew with the new weights; ``in_place``: they keep it and go on with it;
+    ``abort``: they return what they have (docs/asynchronous.md)."""
     if mode not in PAUSE_MODES:
         raise ValueError(f"pause mode {mode!r}; expected one of {', '.join(PAUSE_MODES)}")
     return "/pause_generation", {"mode": mode}

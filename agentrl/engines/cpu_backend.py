@@ -171,10 +171,7 @@ def give_memory_back() -> None:
 
 def discard(tensors: Iterable[Tensor]) -> None:
     """Give the pages under these tensors back to the kernel. They hold zeros then, or at their ends what they held.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    Raises OSError: the kernel refuses."""
     libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
     for tensor in tensors:
         storage = tensor.untyped_storage()

@@ -166,11 +166,8 @@ class EngineProcess(ServerProcess):
 
     def start(self, timeout: float = 300.0) -> None:
         """Spawn the server and return once it answers.
-
-        Raises:
-            EngineError: no such model folder, port in use, too little memory, or any other reason why the
-                server ended or was not healthy within ``timeout`` seconds.
-        """
+        Raises EngineError: no such model folder, port in use, too little memory, or any other reason why the server
+        ended or was not healthy within ``timeout`` seconds."""
         folder = Path(self.spec.model_path)
         if not (folder / "config.json").is_file():
             self.stop()

@@ -18,10 +18,8 @@ CONTEXT_MARGIN = 64
 
 def engine_spec(cfg: Config | EvalConfig, model_dir: str, world: World) -> EngineSpec:
     """What each engine of a run serves, and on what.
-
-    Raises:
-        ConfigError: ``--deterministic`` in a precision for which the CPU cannot offer it; memory cannot be given back.
-    """
+    Raises ConfigError: ``--deterministic`` in a precision for which the CPU cannot offer it; memory cannot be given
+    back."""
     gpu, mem_fraction, gives_back = world.has_gpu, None, False
     if isinstance(cfg, Config):
         mem_fraction, gives_back = world.engine_memory(cfg), cfg.takes_turns and bool(cfg.offload_rollout)

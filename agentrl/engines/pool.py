@@ -179,10 +179,7 @@ class EnginePool:
 
     async def start(self) -> None:
         """Start router and engines, in parallel. The engines serve the checkpoint's own weights.
-
-        Raises:
-            EngineError: one of them did not start. Nothing is left running.
-        """
+        Raises EngineError: one of them did not start. Nothing is left running."""
         try:
             results = await asyncio.gather(
                 self._threaded(self._router.start, self.start_timeout),
@@ -238,10 +235,8 @@ class EnginePool:
 
         Replacements that are ready are admitted. If no engine is left, waits for one.
 
-        Raises:
-            WeightSyncError: the trainer's end failed, or engines fail again and again.
-            EngineError: no engine can be started.
-        """
+        Raises WeightSyncError: the trainer's end failed, or engines fail again and again.
+        Raises EngineError: no engine can be started."""
         if self._updater is None:
             raise EngineError("nobody gives the pool weights; call attach() first")
         async with self._lock:

@@ -71,10 +71,7 @@ class World:
 
     def weight_sync_transport(self, asked: Config) -> str:
         """The one that was asked for, or else the fastest that there is here.
-
-        Raises:
-            ConfigError: it does not work here.
-        """
+        Raises ConfigError: it does not work here."""
         shared, way = self.has_gpu and self.is_shared(asked), asked.weight_sync_transport
         if way is None and self.is_one_machine and (shared or not self.has_gpu):
             return "ipc"

@@ -43,11 +43,8 @@ class EngineService:
 
     async def update_weights(self, snapshot: Snapshot) -> dict[str, float]:
         """Bring every engine to published weights; those that fail are replaced.
-
-        Raises:
-            LostError: no engine is left, or none takes them.
-            WeightSyncError: engine and trainer are different models.
-        """
+        Raises LostError: no engine is left, or none takes them.
+        Raises WeightSyncError: engine and trainer are different models."""
         began = time.monotonic()
         self._sync.snapshot = snapshot
         try:
@@ -75,11 +72,8 @@ class EngineService:
 
     async def unless_broken(self, episodes: asyncio.Future[Any]) -> Any:
         """The result of playing episodes, unless no engine is left.
-
-        Raises:
-            LostError: no engine is left.
-            EngineError: :meth:`end_episodes` was called.
-        """
+        Raises LostError: no engine is left.
+        Raises EngineError: :meth:`end_episodes` was called."""
         self._playing.add(episodes)
         if self._ending:  # between two held-out sets, say
             episodes.cancel()

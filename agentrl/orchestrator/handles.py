@@ -34,11 +34,8 @@ START_TIMEOUT_S = 300.0
 
 async def within(what: str, seconds: float, *refs: Any) -> list[Any]:
     """Results of Ray calls.
-
-    Raises:
-        LostError: no result in time, the actor died, or its connection to others broke.
-        AgentRLError: it failed. Errors of ours raised in the actor come through as they are.
-    """
+    Raises LostError: no result in time, the actor died, or its connection to others broke.
+    Raises AgentRLError: it failed. Errors of ours raised in the actor come through as they are."""
     from ray.exceptions import RayError, RayTaskError
 
     try:

@@ -116,11 +116,8 @@ class RolloutManager:
         self._worker_options = worker_options
 
     async def start(self) -> list[str]:
-        """Start engines and router, and open everything an episode needs. Raises the errors of each.
-
-        Returns:
-            What a person should know of the model's chat template.
-        """
+        """Start engines and router, and open everything an episode needs. Gives what a person should know of the
+        model's chat template. Raises the errors of each."""
         from agentrl.engines.pool import EnginePool
 
         cfg, world = self.cfg, self._world

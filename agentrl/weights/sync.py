@@ -80,11 +80,8 @@ class WeightSync:
 
     async def update(self, engines: Sequence[EngineControl]) -> SyncReport:
         """Bring the engines to :attr:`snapshot`.
-
-        Raises:
-            SyncFailed: the sender failed, or not one engine could be brought to the version, or an engine
-                that reported success holds other weights. Its ``report`` says which engines must be replaced.
-        """
+        Raises SyncFailed: the sender failed, or not one engine could be brought to the version, or an engine that
+        reported success holds other weights. Its ``report`` says which engines must be replaced."""
         report = self._report()
         if not engines:
             raise SyncFailed("no engine to send weights to", report)
@@ -100,10 +97,7 @@ class WeightSync:
     async def restore(self, engine: EngineControl) -> SyncReport | None:
         """Bring one engine to :attr:`snapshot`, beside what the ranks train. None: a new version is being published in
         its place, for which the engine waits.
-
-        Raises:
-            SyncFailed: the engine does not take it.
-        """
+        Raises SyncFailed: the engine does not take it."""
         snapshot, way = self.snapshot, self.restore_from or self.transport
         if snapshot is None or not await way.has(snapshot):
             return None

@@ -165,11 +165,8 @@ class ChatTemplate:
     ) -> np.ndarray:
         """int32 ``[n]``, read-only: the whole conversation and the opening of an assistant turn. ``controls``: for each
         message the control tokens that its text may hold, see :attr:`every_control`; none where it says nothing.
-
-        Raises:
-            ConfigError: the model has no chat template.
-            EnvError: the template refuses these messages (roles, order, missing fields).
-        """
+        Raises ConfigError: the model has no chat template.
+        Raises EnvError: the template refuses these messages (roles, order, missing fields)."""
         # The episodes of a group open with the same words: encode them once.
         key = (repr((messages, tools)), tuple(controls))
         ids = self._prompts.pop(key, None)
