@@ -9,62 +9,33 @@ Exits 1 when ours takes more than the limits. The other way takes 5 GB.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import statistics
 import sys
-import time
 
-from log_probs import VOCAB, forget_peak, peak_kb
+from log_probs import VOCAB, compare, settings
 
 MEMORY, TIME = 0.1, 1.1
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--hidden", type=int, default=512)
-    args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    args = settings(__doc__, repeats=3, tokens=4096)
     import torch
 
     from agentrl.trainer.megatron.log_probs import VocabShard, log_probs
 
-    torch.set_num_threads(args.threads)
-    g = torch.Generator().manual_seed(0)
-    hidden = torch.randn(args.tokens, args.hidden, generator=g).mul_(0.1)
-    weight = torch.randn(VOCAB, args.hidden, generator=g).mul_(0.1)
-    targets = torch.randint(0, VOCAB, (args.tokens,), generator=g)
+    hidden, weight = torch.randn(args.tokens, args.hidden).mul_(0.1), torch.randn(VOCAB, args.hidden).mul_(0.1)
+    targets = torch.randint(0, VOCAB, (args.tokens,))
     ways = {
         "ours": lambda: log_probs(hidden, weight, targets, VocabShard(0, VOCAB))[0],
         "all logits": lambda: (hidden @ weight.t()).log_softmax(-1).gather(1, targets[:, None]).squeeze(1),
     }
-    seconds, cpu, peaks, values = ({w: [] for w in ways} for _ in range(4))
     with torch.no_grad():
-        for n in range(-1, args.repeats):  # the first one warms up
-            for which in ways if n % 2 else reversed(ways):
-                forget_peak()
-                base, began, used = peak_kb(), time.perf_counter(), time.process_time()
-                values[which] = ways[which]()
-                if n >= 0:
-                    seconds[which].append(time.perf_counter() - began)
-                    cpu[which].append(time.process_time() - used)
-                    peaks[which].append((peak_kb() - base) / 1024)
-            if n >= 0:
-                print(", ".join(f"{w} {seconds[w][-1]:.2f} s +{peaks[w][-1]:.0f} MB" for w in ways), flush=True)
-    apart = float((values["ours"] - values["all logits"]).abs().max())
-    ratio = statistics.median(a / b for a, b in zip(seconds["ours"], seconds["all logits"], strict=True))
-    # Steadier than wall time on a machine that does other things as well.
-    cpu_ratio = statistics.median(a / b for a, b in zip(cpu["ours"], cpu["all logits"], strict=True))
-    memory = statistics.median(peaks["ours"]) / statistics.median(peaks["all logits"])
-    outcome = {"benchmark": "log_prob_pass", "limits": [MEMORY, TIME], "memory": memory, "time": ratio}
-    print(json.dumps(outcome | {"cpu_time": cpu_ratio, "apart": apart, "seconds": seconds, "peaks_mb": peaks}))
+        outcome = compare(ways, args.repeats)
+    ratio, memory = outcome["ratio"], outcome["memory_ratio"]
+    print(json.dumps({"benchmark": "log_prob_pass", "limits": [MEMORY, TIME]} | outcome))
     print(
         f"log-probability pass, {args.tokens} tokens at {VOCAB:,} words / all logits: memory {memory:.3f} (at most "
-        f"{MEMORY}), time {ratio:.2f} (at most {TIME}; CPU time {cpu_ratio:.2f})"
+        f"{MEMORY}), time {ratio:.2f} (at most {TIME}; CPU time {outcome['cpu_ratio']:.2f})"
     )
     return int(ratio > TIME or memory > MEMORY)
 

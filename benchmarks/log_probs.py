@@ -15,7 +15,9 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 LIMIT = 1.0
 VOCAB, ROWS = 151_936, 512
@@ -31,28 +33,58 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def settings(doc: str | None, *, repeats: int, tokens: int) -> argparse.Namespace:
+    """What the command line says, and torch with as many threads."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--tokens", type=int, default=tokens)
     parser.add_argument("--hidden", type=int, default=512)
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    import torch
+
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    return args
+
+
+def compare(ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Any]:
+    """Both ways by turns: the first ÷ the second in time, CPU time and peak memory, and how far apart results are."""
+    seconds, cpu, peaks, values = ({w: [] for w in ways} for _ in range(4))
+    for n in range(-1, repeats):  # the first one warms up
+        for which in ways if n % 2 else reversed(ways):
+            forget_peak()
+            base, began, used = peak_kb(), time.perf_counter(), time.process_time()
+            values[which] = ways[which]()
+            if n >= 0:
+                seconds[which].append(time.perf_counter() - began)
+                cpu[which].append(time.process_time() - used)
+                peaks[which].append((peak_kb() - base) / 1024)
+        if n >= 0:
+            print(", ".join(f"{w} {seconds[w][-1]:.2f} s +{peaks[w][-1]:.0f} MB" for w in ways), flush=True)
+    one, other = ways
+    return {
+        "ratio": statistics.median(a / b for a, b in zip(seconds[one], seconds[other], strict=True)),
+        # Steadier than wall time on a machine that does other things as well.
+        "cpu_ratio": statistics.median(a / b for a, b in zip(cpu[one], cpu[other], strict=True)),
+        "memory_ratio": statistics.median(peaks[one]) / statistics.median(peaks[other]),
+        "apart": float((values[one] - values[other]).abs().max()),
+        "seconds": seconds,
+        "peaks_mb": peaks,
+    }
+
+
+def main() -> int:
+    args = settings(__doc__, repeats=5, tokens=1024)
     import torch
     from torch.utils.checkpoint import checkpoint
 
     from agentrl.trainer.megatron.log_probs import VocabShard, log_probs
 
-    torch.set_num_threads(args.threads)
-    g = torch.Generator().manual_seed(0)
-    hidden = torch.randn(args.tokens, args.hidden, generator=g).mul_(0.1).requires_grad_()
-    weight = torch.randn(VOCAB, args.hidden, generator=g).mul_(0.1).requires_grad_()
-    targets = torch.randint(0, VOCAB, (args.tokens,), generator=g)
-    upstream = torch.randn(args.tokens, generator=g)
-
-    def ours():
-        return log_probs(hidden, weight, targets, VocabShard(0, VOCAB))[0]
+    hidden = torch.randn(args.tokens, args.hidden).mul_(0.1).requires_grad_()
+    weight = torch.randn(VOCAB, args.hidden).mul_(0.1).requires_grad_()
+    targets, upstream = torch.randint(0, VOCAB, (args.tokens,)), torch.randn(args.tokens)
 
     def chunk(rows, at):
         return (rows @ weight.t()).log_softmax(-1).gather(1, at[:, None]).squeeze(1)
@@ -61,30 +93,19 @@ def main() -> int:
         pairs = zip(hidden.split(ROWS), targets.split(ROWS), strict=True)
         return torch.cat([checkpoint(chunk, rows, at, use_reentrant=False) for rows, at in pairs])
 
-    ways = {"ours": ours, "plain": plain}
-    seconds, cpu, peaks, values = ({w: [] for w in ways} for _ in range(4))
-    for n in range(-1, args.repeats):  # the first one warms up
-        for which in ways if n % 2 else reversed(ways):
-            hidden.grad = weight.grad = None
-            forget_peak()
-            base, began, used = peak_kb(), time.perf_counter(), time.process_time()
-            out = ways[which]()
-            (out * upstream).sum().backward()
-            took, peak = time.perf_counter() - began, (peak_kb() - base) / 1024
-            values[which] = out.detach()
-            if n >= 0:
-                seconds[which].append(took)
-                cpu[which].append(time.process_time() - used)
-                peaks[which].append(peak)
-        if n >= 0:
-            print(", ".join(f"{w} {seconds[w][-1]:.2f} s +{peaks[w][-1]:.0f} MB" for w in ways), flush=True)
-    apart = float((values["ours"] - values["plain"]).abs().max())
-    ratio = statistics.median(a / b for a, b in zip(seconds["ours"], seconds["plain"], strict=True))
-    # Steadier than wall time on a machine that does other things as well.
-    cpu_ratio = statistics.median(a / b for a, b in zip(cpu["ours"], cpu["plain"], strict=True))
-    memory = statistics.median(peaks["ours"]) / statistics.median(peaks["plain"])
-    outcome = {"benchmark": "log_probs", "limit": LIMIT, "ratio": ratio, "cpu_ratio": cpu_ratio, "memory_ratio": memory}
-    print(json.dumps(outcome | {"apart": apart} | vars(args) | {"seconds": seconds, "peaks_mb": peaks}))
+    def trained(way):
+        out = way()
+        (out * upstream).sum().backward()
+        hidden.grad = weight.grad = None
+        return out.detach()
+
+    ways = {
+        "ours": lambda: trained(lambda: log_probs(hidden, weight, targets, VocabShard(0, VOCAB))[0]),
+        "plain": lambda: trained(plain),
+    }
+    outcome = compare(ways, args.repeats)
+    ratio, memory = outcome["ratio"], outcome["memory_ratio"]
+    print(json.dumps({"benchmark": "log_probs", "limit": LIMIT} | outcome | vars(args)))
     print(f"log-probabilities at {VOCAB:,} words / plain, {ROWS} rows a chunk: time {ratio:.2f}, memory {memory:.2f}")
     return int(ratio > LIMIT or memory > LIMIT)
 
