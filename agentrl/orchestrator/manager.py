@@ -33,10 +33,9 @@ from agentrl.engines.world import World
 from agentrl.envs.registry import make_env
 from agentrl.errors import DataError
 from agentrl.evaluation.heldout import HeldOutSet, held_out_environments, held_out_sets
-from agentrl.orchestrator.ahead import Ahead
 from agentrl.orchestrator.buffer import Buffer
 from agentrl.orchestrator.cluster import on_gpus
-from agentrl.orchestrator.dispatcher import Carried, Dispatcher
+from agentrl.orchestrator.dispatcher import Ahead, Carried, Dispatcher
 from agentrl.orchestrator.engine_service import EPISODES_END_S, EngineService, weight_sync
 from agentrl.orchestrator.evaluator import Evaluator
 from agentrl.orchestrator.metrics import apart, rollout_metrics

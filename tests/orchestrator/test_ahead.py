@@ -16,8 +16,8 @@ import pytest
 
 from agentrl.config import load_config
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.orchestrator.ahead import Ahead
 from agentrl.orchestrator.buffer import Buffer
+from agentrl.orchestrator.dispatcher import Ahead
 from agentrl.orchestrator.launch import with_absolute_paths
 from agentrl.orchestrator.loop import due
 from agentrl.types import Group, StopReason, Task
