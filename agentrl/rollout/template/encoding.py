@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agentrl.errors import ConfigError
-from agentrl.rollout.template.fast_text import ByteDecoder, WordEncoder
+from agentrl.rollout.template.fast_text import ByteDecoder, WordEncoder, packed
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -67,10 +67,10 @@ class ProvenanceTokenizer:
         # Added tokens that swallow white space, or consist of it, need the tokenizer's own splitting.
         simple = not blank and not any(t.lstrip or t.rstrip or t.single_word for _, t in controls.values())
         self._words = WordEncoder.of(template) if simple else None
-        self._mark_ids = {text: [index] for text, index in self.control_ids.items()}
-        self._mark_ids |= {p: self._sealed_ids[template.token_to_id(p)].tolist() for p in private}
+        self._mark_ids = {text: packed([index]) for text, index in self.control_ids.items()}
+        self._mark_ids |= {p: self._sealed_ids[template.token_to_id(p)].tobytes() for p in private}
         self._marks = re.compile(f"({any_of(self._mark_ids)})")
-        self._short: dict[str, list[int]] = {}  # ids of short pieces: nearly all are of the template
+        self._short: dict[str, bytes] = {}  # ids of short pieces: nearly all are of the template
 
     def seal(self, text: str, keep: Container[str] = ()) -> str:
         """``text`` with each added token's text replaced by a placeholder; most texts come back as they are.
@@ -135,20 +135,20 @@ class ProvenanceTokenizer:
         return self.encode(rendered if self._words is not None else self._anchor + rendered)
 
     def _encode_by_words(self, rendered: str) -> np.ndarray:
-        ids: list[int] = []
+        ids: list[bytes] = []
         # Text and marks alternate. Added tokens cut text before anything else looks at it.
         for i, piece in enumerate(self._marks.split(rendered)):
             if i % 2:
-                ids += self._mark_ids[piece]
+                ids.append(self._mark_ids[piece])
             elif piece:
                 known = self._short.get(piece)
-                ids += self._encode_piece(piece) if known is None else known
-        return np.array(ids, np.int32)
+                ids.append(self._encode_piece(piece) if known is None else known)
+        return np.frombuffer(b"".join(ids), np.int32)
 
-    def _encode_piece(self, piece: str) -> list[int]:
+    def _encode_piece(self, piece: str) -> bytes:
         ids = self._words.encode(piece) if self._words is not None else None
         if ids is None:
-            ids = self._template.encode(piece, add_special_tokens=False).ids
+            ids = packed(self._template.encode(piece, add_special_tokens=False).ids)
         if len(piece) <= _SHORT and len(self._short) < _KEPT_PIECES:
             self._short[piece] = ids
         return ids

@@ -14,7 +14,7 @@ import json
 import random
 import re
 import unicodedata
-from itertools import chain
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,7 +46,8 @@ class WordEncoder:
 
     def __init__(self, tokenizer: Tokenizer, pattern: Pattern[str], form: str | None) -> None:
         self._form = form
-        self._runs = _Runs(tokenizer.model, pattern)
+        words = _Words(tokenizer.model, pattern)
+        self._runs, self._spaced = _Runs(words), _Runs(words, " ")
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> WordEncoder | None:
@@ -62,49 +63,71 @@ class WordEncoder:
             encoder = cls(tokenizer, regex.compile(str(pattern)), form)
         except (ValueError, regex.error):  # a pattern that only the tokenizer's library knows
             return None
-        return encoder if all(encoder.encode(t) == _reference(tokenizer, t) for t in _samples()) else None
+        same = (encoder.encode(t) == packed(tokenizer.encode(t, add_special_tokens=False).ids) for t in _samples())
+        return encoder if all(same) else None
 
-    def encode(self, text: str) -> list[int] | None:
-        """Ids of ``text``, which contains no added token; None when the tokenizer itself must do it."""
-        if text.isascii() and not ("  " in text or "\n " in text or "\t " in text or "\0" in text):
-            runs = text.replace(" ", "\0 ").split("\0")  # what _RUN finds where every space follows something else
-        elif self._form is None:
-            runs = _RUN.findall(text)
-        else:
-            runs = _RUN.findall(unicodedata.normalize(self._form, text))  # type: ignore[arg-type]
+    def encode(self, text: str) -> bytes | None:
+        """Ids (int32) of ``text``, which contains no added token; None when the tokenizer itself must do it."""
+        if self._form is not None and not text.isascii():
+            text = unicodedata.normalize(self._form, text)  # type: ignore[arg-type]
+        first, *others = text.split(" ")
         try:
-            return list(chain.from_iterable(map(self._runs.__getitem__, runs)))
+            if not others:
+                return self._runs[first]
+            last = self._runs[" " + others.pop()]
+            if not first[-1:].isspace():  # nearly every space follows something else: these are the runs
+                return b"".join([self._runs[first], *map(self._spaced.__getitem__, others), last])
+        except KeyError:
+            pass
+        try:
+            return b"".join(map(self._runs.__getitem__, _RUN.findall(text)))
         except KeyError:
             return None
 
 
-class _Runs(dict[str, list[int]]):
-    """Ids of each run of text; a long one is cut anew each time. KeyError: the tokenizer itself must cut it."""
+class _Runs(dict[str, bytes]):
+    """Ids of each run of text; a long one is cut anew each time.
 
-    def __init__(self, model: Any, pattern: Pattern[str]) -> None:
+    Args:
+        words: Ids of words.
+        space: What stands before each run. With one, a run that ends with white space is a KeyError: the next one
+            does not begin where its space does.
+    """
+
+    def __init__(self, words: _Words, space: str = "") -> None:
         super().__init__()
-        self._model, self._letters, self._split = model, list(byte_alphabet().values()), pattern
-        self._words: dict[str, list[int]] = {}
+        self._words, self._space = words, space
 
-    def __missing__(self, run: str) -> list[int]:
-        found = self._split.findall(run)
-        if _CONTROL_CHARACTER.search(run) or len("".join(found)) != len(run):
-            raise KeyError(run)  # what the expression passed over is not a word of its own
-        ids: list[int] = []
-        for word in found:
-            known = self._words.get(word)
-            ids += known if known is not None else self._learn(word)
+    def __missing__(self, run: str) -> bytes:
+        if self._space and (not run or run[-1].isspace()):
+            raise KeyError(run)
+        ids = self._words.cut(self._space + run)
         if len(run) <= _LONGEST_KEPT:
             if len(self) >= _KEPT:
                 self.clear()
             self[run] = ids
         return ids
 
-    def _learn(self, word: str) -> list[int]:
-        if len(self._words) >= _KEPT:
-            self._words.clear()
-        ids = [token.id for token in self._model.tokenize("".join([self._letters[b] for b in word.encode()]))]
-        self._words[word] = ids
+
+class _Words(dict[str, bytes]):
+    """Ids of each word."""
+
+    def __init__(self, model: Any, pattern: Pattern[str]) -> None:
+        super().__init__()
+        self._model, self._letters, self._split = model, list(byte_alphabet().values()), pattern
+
+    def cut(self, run: str) -> bytes:
+        """Ids of the words of ``run``. KeyError: the tokenizer itself must cut it."""
+        found = self._split.findall(run)
+        if _CONTROL_CHARACTER.search(run) or len("".join(found)) != len(run):
+            raise KeyError(run)  # what the expression passed over is not a word of its own
+        return b"".join(map(self.__getitem__, found))
+
+    def __missing__(self, word: str) -> bytes:
+        if len(self) >= _KEPT:
+            self.clear()
+        spelled = "".join([self._letters[b] for b in word.encode()])
+        self[word] = ids = packed([token.id for token in self._model.tokenize(spelled)])
         return ids
 
 
@@ -162,8 +185,9 @@ def _split_pattern(pre: dict[str, Any]) -> str | None:
     return (first.get("pattern") or {}).get("Regex")
 
 
-def _reference(tokenizer: Tokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False).ids
+def packed(ids: Sequence[int]) -> bytes:
+    """Ids as int32."""
+    return np.array(ids, np.int32).tobytes()
 
 
 def _samples() -> list[str]:
