@@ -528,6 +528,7 @@ def _text_of(messages: Any) -> str:
     return "\n".join([str(message.get("content", "")) for message in messages])
 
 
+@functools.lru_cache(maxsize=256)
 def _is_method(function: types.FunctionType, owner: type) -> bool:
     """Whether ``function`` was defined in the body of ``owner``, not merely put there."""
     first = next(iter(inspect.signature(function).parameters), "")

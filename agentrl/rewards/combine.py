@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 import inspect
 import threading
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -90,8 +92,18 @@ def compares(resolved: Iterable[tuple[float, Any]]) -> bool:
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _parameters(function: Any) -> list[inspect.Parameter]:
-    return list(inspect.signature(function).parameters.values())
+def _parameters(function: Any) -> Sequence[inspect.Parameter]:
+    """Those that a caller gives. Of a method they are read once, whichever environment it is bound to."""
+    written = getattr(function, "__func__", function)
+    if isinstance(written, types.FunctionType):
+        return _read(written, function is not written)
+    return tuple(inspect.signature(function).parameters.values())
+
+
+@functools.lru_cache(maxsize=256)
+def _read(function: types.FunctionType, bound: bool) -> Sequence[inspect.Parameter]:
+    called = types.MethodType(function, function) if bound else function
+    return tuple(inspect.signature(called).parameters.values())
 
 
 def _instance(cls: type) -> Any:
