@@ -93,7 +93,7 @@ class PythonEnv(ToolEnv):
         super().check_settings()
         require_number(self, "failed_code_reward", at_least=-1e9)
 
-    def turn_reward(self, text: str, calls: list[dict]) -> dict[str, float]:
+    async def turn_reward(self, text: str, calls: list[dict]) -> dict[str, float]:
         """``failed_code_reward`` for each of the turn's calls that failed."""
         failed = sum("error" in call for call in calls)
         return {"failed_code": failed * self.failed_code_reward} if failed and self.failed_code_reward else {}

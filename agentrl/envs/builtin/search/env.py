@@ -125,6 +125,6 @@ class SearchEnv(QuestionEnv):
     max_turns = 6
     system_prompt = SYSTEM_PROMPT
 
-    def reward(self, text: str, answer: str | list[str]) -> dict[str, float]:
+    async def reward(self, text: str, answer: str | list[str]) -> dict[str, float]:
         """1.0 for an exact match of the final answer, else 0.0."""
         return {"exact_match": exact_match(final_answer(text), answer)}

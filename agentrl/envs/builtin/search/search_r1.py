@@ -61,7 +61,7 @@ class SearchR1Env(QuestionEnv):
             question += "?"
         return [Message(role="user", content=PROMPT.replace("{question}", question))]
 
-    def reward(self, text: str, answer: str | list[str]) -> dict[str, float]:
+    async def reward(self, text: str, answer: str | list[str]) -> dict[str, float]:
         """1.0 when the text of the answer tag matches exactly after SQuAD's normalization, else 0.0."""
         return {"exact_match": exact_match(text, answer)}
 
