@@ -249,10 +249,9 @@ def _parse(content: bytes, prompt_tokens: int, max_new_tokens: int, started: flo
         finish = meta["finish_reason"]
         output = answer["output_ids"]
         triples = meta["output_token_logprobs"]
-        values, ids, *_ = zip(*triples, strict=True) if triples else ((), ())
-        tokens = np.array(output, np.int32)
+        ids, tokens = [triple[1] for triple in triples], np.array(output, np.int32)
         # null (orjson's and SGLang's way to write NaN) becomes NaN.
-        logprobs = np.array(values, np.float32)
+        logprobs = np.array([triple[0] for triple in triples], np.float32)
         versions = _versions(meta, len(tokens))
         reason = finish["type"]
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -262,7 +261,7 @@ def _parse(content: bytes, prompt_tokens: int, max_new_tokens: int, started: flo
         ) from error
     if reason == "abort" and (finish.get("status_code") or 500) < 500:
         raise EngineError(f"the engine refused the request: {finish.get('message')}")
-    if ids != tuple(output):
+    if ids != output:
         raise EngineError(f"{len(output)} output ids do not match {len(ids)} log-probabilities")
     if not math.isfinite(np.add.reduce(logprobs)):
         raise EngineError(

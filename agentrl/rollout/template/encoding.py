@@ -58,7 +58,7 @@ class ProvenanceTokenizer:
         template = _tokenizer(reader, model, [*raw, *tokens])
         content = _tokenizer(reader, model, [*blank, *tokens[:1]])
         self._template = template
-        self._control_text = re.compile(any_of(self.control_ids)) if self.control_ids else None
+        self._control_text = re.compile(f"({any_of(self.control_ids)})") if self.control_ids else None
         self._real_id, self._moved = self._id_map()
         self._sealed_ids = {template.token_to_id(self._anchor): np.empty(0, np.int32)}
         self._sealed_ids |= {
@@ -70,6 +70,7 @@ class ProvenanceTokenizer:
         self._mark_ids = {text: packed([index]) for text, index in self.control_ids.items()}
         self._mark_ids |= {p: self._sealed_ids[template.token_to_id(p)].tobytes() for p in private}
         self._marks = re.compile(f"({any_of(self._mark_ids)})")
+        self._nonce = nonce
         self._short: dict[str, bytes] = {}  # ids of short pieces: nearly all are of the template
 
     def seal(self, text: str, keep: Container[str] = ()) -> str:
@@ -136,8 +137,12 @@ class ProvenanceTokenizer:
 
     def _encode_by_words(self, rendered: str) -> np.ndarray:
         ids: list[bytes] = []
+        # Placeholders are rare; control tokens alone, which mostly begin with one letter, are found much sooner.
+        marks = self._control_text
+        if marks is None or self._nonce in rendered:
+            marks = self._marks
         # Text and marks alternate. Added tokens cut text before anything else looks at it.
-        for i, piece in enumerate(self._marks.split(rendered)):
+        for i, piece in enumerate(marks.split(rendered)):
             if i % 2:
                 ids.append(self._mark_ids[piece])
             elif piece:

@@ -86,6 +86,7 @@ class ExtensionPlanner:
         self._marks = _Marks(secrets.token_hex(2))
         tags = {tag for parser in FORMATS.values() for pair in parser.reasoning_tags.items() for tag in pair}
         self._tag = re.compile(any_of(tags))
+        self._begins = {tag[0] for tag in tags}
         self._lead = re.compile(rf"\s*({any_of({*controls, *tags})})")
 
     def shape(
@@ -114,7 +115,9 @@ class ExtensionPlanner:
         while match := self._lead.match(text, at):
             lead.append(match.group(1))
             at = match.end()
-        return tuple(lead), tuple(self._tag.findall(text))
+        # Most of a turn lies before the first letter that a tag may begin with, which is found much sooner than a tag.
+        first = min([at for letter in self._begins if (at := text.find(letter)) >= 0], default=len(text))
+        return tuple(lead), tuple(self._tag.findall(text, first))
 
     def suffix(self, shape: Shape, new_messages: Sequence[dict[str, Any]], called: Iterable[str] = ()) -> str | None:
         """Rendered text from the end-of-turn token on (or from the end of the sampled text, where the
