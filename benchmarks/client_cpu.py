@@ -21,7 +21,7 @@ this process that gives a page at once, the same for all.
   by a regular expression, its ids and log-probabilities are appended one by one, and the observation is tokenized by
   the transformers tokenizer's own call.
 
-    python benchmarks/client_cpu.py [--in-flight 32] [--repeats 5] [--only ours bare]
+    python benchmarks/client_cpu.py [--in-flight 32] [--repeats 10] [--only ours bare]
 
 Prints one JSON object and one line a figure. Targets: ours ÷ bare at most 6, ÷ skyrl-gym at most 0.5, ÷ search-r1 at
 most 0.2, each the median over alternating repeats.
@@ -488,8 +488,8 @@ def stub(chat: ChatTemplate, words: list[str]) -> Any:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--in-flight", type=int, default=32)
-    parser.add_argument("--episodes", type=int, default=128, help="episodes a repeat, at least")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--episodes", type=int, default=64, help="episodes a repeat, at least")
+    parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--only", nargs="+", default=["ours", *TARGETS], choices=["ours", *TARGETS])
     options = parser.parse_args()
     words = english()
