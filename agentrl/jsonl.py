@@ -1,10 +1,11 @@
-"""JSON Lines: one object a line, and where each stands."""
+"""JSON files: an object, or one a line, and where each stands."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from agentrl.errors import DataError
@@ -29,6 +30,17 @@ class Place:
                 lines += data.count(b"\n")
                 left -= len(data)
         return f"{self.file}:{lines}"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises DataError naming the file: it cannot be read, or holds no object."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, RecursionError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise DataError(f"{path}: expected an object, got {type(values).__name__}")
+    return values
 
 
 def json_lines(path: str, start: int = 0, end: int | None = None) -> Iterator[tuple[Place, int, Record]]:

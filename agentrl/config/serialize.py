@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl.config.options import options
 from agentrl.config.parse import parse_mapping
 from agentrl.config.presets import DEMO, demo_folder, model_folder
-from agentrl.errors import CheckpointError
+from agentrl.errors import CheckpointError, DataError
+from agentrl.jsonl import read_json
 
 T = TypeVar("T")
 OWNER = "run"
@@ -66,15 +66,11 @@ def owner_of(folder: Path) -> Path | None:
 
 def read_run_config(folder: Path) -> dict[str, Any]:
     """The options in a run folder's ``config.json``. Raises CheckpointError when it is torn."""
-    file = folder / "config.json"
-    advice = "restore it from a copy, or give the options again without --load"
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, RecursionError, ValueError) as error:
-        raise CheckpointError(f"{file}: the run's configuration cannot be read ({error}); {advice}") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file}: expected the options of a run, got {type(values).__name__}; {advice}")
-    return _of_today(values)
+        return _of_today(read_json(folder / "config.json"))
+    except DataError as error:
+        advice = "restore it from a copy, or give the options again without --load"
+        raise CheckpointError(f"{error}; {advice}") from None
 
 
 def _of_today(values: dict[str, Any]) -> dict[str, Any]:

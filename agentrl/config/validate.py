@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -33,10 +32,11 @@ from agentrl.config.schema import (
     TrainingEvaluationOptions,
 )
 from agentrl.config.template import template_problems
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, DataError
 from agentrl.families.family import experts_of
 from agentrl.families.fields import not_computed
 from agentrl.families.torch_dist import advice, is_megatrons
+from agentrl.jsonl import read_json
 from agentrl.loading import is_spec
 
 Explicit = Mapping[str, str]
@@ -269,10 +269,9 @@ def _read_model(folder: str, like: str | None = None) -> dict[str, Any] | str:
         hint = " A model of the Hub is not fetched by itself: `hf download` it and give the folder."
         return f"no such folder: {folder}.{hint if of_the_hub else ''}"
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return f"not a model in Hugging Face form, {file} cannot be read: {error}"
-    return values if isinstance(values, dict) else f"{file} holds no options"
+        return read_json(file)
+    except DataError as error:
+        return f"not a model in Hugging Face form: {error}"
 
 
 def _model(config: Config | EvalConfig) -> Iterator[str]:

@@ -36,8 +36,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from agentrl import jsonl
 from agentrl.config.serialize import OWNER, owner_of, read_run_config, run_folder_of
-from agentrl.data import files
 from agentrl.data.files import (
     flush,
     flush_tree,
@@ -495,6 +495,6 @@ def _sha256(file: Path) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a checkpoint. Raises CheckpointError: it is missing, or holds no object."""
     try:
-        return files.read_json(path)
+        return jsonl.read_json(path)
     except DataError as error:
         raise CheckpointError(f"{error}; use another checkpoint") from error

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from agentrl.data.episodes import by_episode
 from agentrl.data.files import write_json
+from agentrl.errors import DataError
+from agentrl.jsonl import read_json
 from agentrl.types import Group, Outcome, StopReason, Trajectory
 
 TASK_DEATHS = 3
@@ -48,9 +49,9 @@ class FailedTasks:
         self._file = file
         self._tasks: dict[str, dict[str, Any]] = {}
         try:
-            for task_id, noted in json.loads(file.read_text(encoding="utf-8")).items():
+            for task_id, noted in read_json(file).items():
                 self._tasks[task_id] = {"deaths": int(noted["deaths"]), "error": str(noted["error"])}
-        except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError):
+        except (DataError, KeyError, TypeError, ValueError):
             pass
 
     def __len__(self) -> int:

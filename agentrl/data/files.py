@@ -147,17 +147,6 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises DataError naming the file: it cannot be read, or holds no object."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, RecursionError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(values, dict):
-        raise DataError(f"{path}: expected an object, got {type(values).__name__}")
-    return values
-
-
 def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.partial")
 

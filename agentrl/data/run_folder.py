@@ -28,7 +28,6 @@ from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar
 from agentrl.data.files import (
     JsonLines,
     lock_file,
-    read_json,
     read_jsonl,
     refuse_folders,
     remove_partials,
@@ -39,6 +38,7 @@ from agentrl.data.files import (
 from agentrl.data.store import TrajectoryStore
 from agentrl.data.tracking import TensorBoard, Tracker, WandB, plot_reward
 from agentrl.errors import ConfigError, DataError
+from agentrl.jsonl import read_json
 from agentrl.tasks.source import env_label
 from agentrl.versions import git_state, installed
 

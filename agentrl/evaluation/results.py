@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.data.files import read_json, read_jsonl
+from agentrl.data.files import read_jsonl
 from agentrl.data.records import SCHEMA_VERSION, from_record
 from agentrl.data.store import TrajectoryStore
 from agentrl.errors import DataError
+from agentrl.jsonl import read_json
 from agentrl.tasks.source import env_label
 from agentrl.types import Trajectory
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
-import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -26,13 +25,14 @@ from agentrl.data.files import JsonLines, read_jsonl, write_jsonl
 from agentrl.data.records import to_record
 from agentrl.data.run_folder import RunDir
 from agentrl.envs.registry import make_env
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, DataError
 from agentrl.evaluation.heldout import HeldOutSet, held_out_sets, rehearse_set
 from agentrl.evaluation.metrics import summarize
 from agentrl.evaluation.policy import Policy, described, model_folder, model_identity, open_policy, settled
 from agentrl.evaluation.record import identity, refuse_other
 from agentrl.evaluation.report import Report, warnings_before
 from agentrl.evaluation.results import SUMMARY, TRAJECTORIES, read_episodes, read_summaries
+from agentrl.jsonl import read_json
 from agentrl.processes.signals import cancel_on_signals, write_log_to
 from agentrl.processes.warden import Warden
 from agentrl.progress import Progress, shown
@@ -97,8 +97,8 @@ def _dated(cfg: EvalConfig) -> EvalConfig:
         return cfg
     date = None
     if cfg.output_dir is not None:
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # no folder yet, or none that is readable
-            date = json.loads((Path(cfg.output_dir) / "run.json").read_text(encoding="utf-8")).get(DATE)
+        with contextlib.suppress(DataError):  # no folder yet, or none that is readable
+            date = read_json(Path(cfg.output_dir) / "run.json").get(DATE)
     return cfg.replace(chat_template_date=date or datetime.date.today().isoformat())
 
 

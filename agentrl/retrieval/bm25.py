@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from agentrl.errors import DataError
+from agentrl.jsonl import read_json
 from agentrl.retrieval.corpus import Passage, scan
 from agentrl.versions import imported
 
@@ -193,8 +194,8 @@ def _stored_identity(directory: Path) -> dict[str, Any] | None:
     if not directory.exists():
         return None
     try:
-        return json.loads((directory / _IDENTITY).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return read_json(directory / _IDENTITY)
+    except DataError as error:
         raise DataError(
             f"{directory} exists and is not a BM25 index of ours ({error}); give another index directory or remove it"
         ) from error

@@ -7,7 +7,6 @@ become a date and 1 beside 0.5 a 1.0, and with it another task. Nor does a plain
 from __future__ import annotations
 
 import glob
-import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import DataError
-from agentrl.jsonl import Place, Record, json_lines
+from agentrl.jsonl import Place, Record, json_lines, read_json
 from agentrl.versions import imported
 
 Choose = Callable[[list[str]], list[str]]
@@ -136,10 +135,7 @@ def _saved_dataset(folder: Path, split: str | None) -> list[TaskFile]:
 
 
 def _saved_value(path: Path, key: str, default: list[Any] | None = None) -> list[Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8")).get(key, default)
-    except (OSError, ValueError, AttributeError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+    value = read_json(path).get(key, default)
     if not isinstance(value, list):
         raise DataError(f"{path} has no list {key!r}: not what `save_to_disk` of a Hugging Face dataset writes.")
     return value
