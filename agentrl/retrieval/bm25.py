@@ -122,11 +122,6 @@ class DiskIndex:
         return [Hit(Passage(*json.loads(self._searcher.doc(at)["passage"][0])), float(score)) for score, at in found]
 
 
-def build_in_memory(passages: Sequence[Passage]) -> MemoryIndex:
-    """Index passages that fit in memory."""
-    return MemoryIndex(passages)
-
-
 def open_index(corpus: str | Path, index_dir: str | Path | None = None) -> DiskIndex:
     """The BM25 index of a JSONL corpus, built first where it is missing or older than the corpus.
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agentrl.errors import ConfigError, DataError
-from agentrl.retrieval import Passage, bm25, build_in_memory, open_index
+from agentrl.retrieval import MemoryIndex, Passage, bm25, open_index
 from agentrl.retrieval.corpus import scan
 from agentrl.retrieval.dense import open_dense_index, sentence_encoder
 
@@ -20,20 +20,20 @@ def titles(hits) -> list[str]:
 
 def test_best_match_comes_first_and_unrelated_passages_never():
     passages = [Passage("0", "A", "red red apple"), Passage("1", "B", "red pear"), Passage("2", "C", "blue sky")]
-    (hits,) = build_in_memory(passages).search(["red"], 3)
+    (hits,) = MemoryIndex(passages).search(["red"], 3)
     assert titles(hits) == ["A", "B"]
     assert hits[0].score > hits[1].score > 0
 
 
 def test_equal_scores_come_in_corpus_order():
     passages = [Passage(str(i), f"T{i}", "same words") for i in range(50)]
-    (hits,) = build_in_memory(passages).search(["same"], 7)
+    (hits,) = MemoryIndex(passages).search(["same"], 7)
     assert titles(hits) == [f"T{i}" for i in range(7)]
 
 
 @pytest.mark.parametrize("query", ["", "   ", "zzz", "the of and", "?!", "\x00\ud800", "word " * 5000])
 def test_any_query_is_answered(query: str):
-    assert len(build_in_memory([Passage("0", "", "a word or two")]).search([query], 5)) == 1
+    assert len(MemoryIndex([Passage("0", "", "a word or two")]).search([query], 5)) == 1
 
 
 def test_corpus_on_disk_in_both_forms(corpus: Path):
@@ -68,7 +68,7 @@ def test_the_index_is_built_once_and_again_when_the_corpus_changes(corpus: Path,
 
 def test_on_disk_and_in_memory_agree(corpus: Path):
     """The same passages in the same order; the scores are of two libraries."""
-    on_disk, memory = open_index(corpus), build_in_memory([passage for passage, _, _ in scan(corpus)])
+    on_disk, memory = open_index(corpus), MemoryIndex([passage for passage, _, _ in scan(corpus)])
     for query in ("river", "Oslo fjord", "Black Sea river", "river river Egypt"):
         found, expected = on_disk.search([query], 3)[0], memory.search([query], 3)[0]
         assert [hit.passage for hit in found] == [hit.passage for hit in expected]

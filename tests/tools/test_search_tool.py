@@ -13,7 +13,7 @@ from retrieval_server import served
 import agentrl
 from agentrl.envs.tool_env import prepare_tools
 from agentrl.errors import ConfigError, DataError, InfraError
-from agentrl.retrieval import HttpRetriever, LocalRetriever, Passage, build_in_memory
+from agentrl.retrieval import HttpRetriever, LocalRetriever, MemoryIndex, Passage
 from agentrl.retrieval.server import create_app
 from agentrl.tools import SearchTool
 
@@ -45,7 +45,7 @@ def test_an_index_may_be_made_before_episodes_or_by_the_first_search():
     made = []
 
     def make():
-        made.append(build_in_memory([Passage("oslo", "Oslo", "Oslo is the capital of Norway.")]))
+        made.append(MemoryIndex([Passage("oslo", "Oslo", "Oslo is the capital of Norway.")]))
         return made[-1]
 
     class Lazy(agentrl.ToolEnv):
@@ -80,7 +80,7 @@ def test_a_corpus_file_is_opened_once(tmp_path: Path):
 
 
 def test_a_server():
-    with served(create_app(LocalRetriever(build_in_memory([Passage("1", "", "A grey owl.")])))) as server:
+    with served(create_app(LocalRetriever(MemoryIndex([Passage("1", "", "A grey owl.")])))) as server:
         env = Facts()
         env.tools = [SearchTool(url=server.url)]
         assert look_up(env, "owl") == "- A grey owl."

@@ -10,16 +10,7 @@ from typing import Any
 
 from agentrl.concurrency.threads import run_blocking
 from agentrl.errors import ConfigError
-from agentrl.retrieval import (
-    Hit,
-    HttpRetriever,
-    Index,
-    LocalRetriever,
-    Passage,
-    Retriever,
-    build_in_memory,
-    open_index,
-)
+from agentrl.retrieval import Hit, HttpRetriever, Index, LocalRetriever, MemoryIndex, Passage, Retriever, open_index
 from agentrl.retrieval.corpus import parse_passage
 from agentrl.tools.base import Tool, ToolResult
 from agentrl.values import check_number
@@ -157,7 +148,7 @@ def _opened(index: Any, url: str | None, patience: float, index_dir: str | Path 
     if isinstance(index, (str, Path)):
         return open_retriever(corpus=index, index_dir=index_dir)
     if isinstance(index, Sequence):
-        return LocalRetriever(build_in_memory([_passage(entry, number) for number, entry in enumerate(index)]))
+        return LocalRetriever(MemoryIndex([_passage(entry, number) for number, entry in enumerate(index)]))
     return LocalRetriever(index)
 
 

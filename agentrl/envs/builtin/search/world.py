@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from agentrl.envs.builtin.search import names
 from agentrl.loading import toml_beside
-from agentrl.retrieval import Index, Passage, build_in_memory
+from agentrl.retrieval import Index, MemoryIndex, Passage
 
 SPLITS = ("train", "test")
 TEST_PERMILLE = 200
@@ -168,4 +168,4 @@ def get_world(seed: int = 0) -> World:
 @functools.lru_cache(maxsize=4)
 def world_index(seed: int = 0) -> Index:
     """The index over the passages of a world, built once a process (about a second)."""
-    return build_in_memory(get_world(seed).passages)
+    return MemoryIndex(get_world(seed).passages)

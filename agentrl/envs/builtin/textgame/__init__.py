@@ -70,12 +70,7 @@ class TextGameEnv(Env):
         target = f"bring it to the {self.world.target}" if self.world.target else "take it"
         observation = f"Goal: find the {self.world.wanted} and {target}.\n{self._scene()}"
         messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": observation}]
-        info = {
-            "task_id": f"{split}/{index}",
-            "messages": messages,
-            "category": level,
-            "optimal_turns": self._length,
-        }
+        info = {"task_id": f"{split}/{index}", "messages": messages, "category": level, "optimal_turns": self._length}
         return observation, info
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
