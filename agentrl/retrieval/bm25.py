@@ -150,7 +150,6 @@ def build_index(corpus: str | Path, index_dir: str | Path) -> None:
     identity = _identity(path)
     log.info("building a BM25 index of %s in %s", path, directory)
     partial = directory.with_name(f"{directory.name}.tmp-{os.getpid()}")
-    replaced = directory.with_name(f"{directory.name}.old-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -165,12 +164,10 @@ def build_index(corpus: str | Path, index_dir: str | Path) -> None:
         finally:
             writer.wait_merging_threads()  # until then it writes into the folder
         (partial / _IDENTITY).write_text(json.dumps(identity), encoding="utf-8")
-        if directory.exists():
-            os.replace(directory, replaced)
+        shutil.rmtree(directory, ignore_errors=True)  # of the corpus as it was
         os.replace(partial, directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _tantivy() -> Any:
