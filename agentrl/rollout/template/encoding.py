@@ -54,7 +54,7 @@ class ProvenanceTokenizer:
         private = [self._anchor, *self._placeholders.values()]
         tokens = [AddedToken(p, special=True, normalized=False) for p in private]
         # Matched on raw text only: a normalizer must not turn other text into a control token.
-        raw = [_raw(t) if t.content.strip() else t for t in added.values()]
+        raw = [AddedToken(**t.__getstate__() | {"normalized": t.normalized and t in blank}) for t in added.values()]
         template = _tokenizer(reader, model, [*raw, *tokens])
         content = _tokenizer(reader, model, [*blank, *tokens[:1]])
         self._template = template
@@ -226,19 +226,6 @@ def any_of(texts: Iterable[str]) -> str:
     if len(branches) == 1 and not ends:
         return branches[0]
     return f"(?:{'|'.join(branches)}){'?' if ends else ''}"
-
-
-def _raw(token: AddedToken) -> AddedToken:
-    from tokenizers import AddedToken
-
-    return AddedToken(
-        token.content,
-        single_word=token.single_word,
-        lstrip=token.lstrip,
-        rstrip=token.rstrip,
-        normalized=False,
-        special=token.special,
-    )
 
 
 def _tokenizer(reader: Tokenizer, model: Any, added: Sequence[AddedToken]) -> Tokenizer:

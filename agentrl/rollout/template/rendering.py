@@ -198,15 +198,10 @@ def _in_form(message: Mapping[str, Any], form: CallForm) -> Mapping[str, Any]:
         return message
     calls = message["tool_calls"]
     if form.arguments_as_text:
+        texts = [json.dumps(call["function"]["arguments"], ensure_ascii=False) for call in calls]
         calls = [
-            {
-                **call,
-                "function": {
-                    **call["function"],
-                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-                },
-            }
-            for call in calls
+            {**call, "function": {**call["function"], "arguments": text}}
+            for call, text in zip(calls, texts, strict=True)
         ]
     return {**message, "content": message["content"] or form.no_content, "tool_calls": calls}
 

@@ -327,13 +327,14 @@ class _Index(pickle.Unpickler):
     """Reads an index, and makes no object but those that Megatron and torch put into one."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if _may_be_named(module, name) else None
-        if found is None or not (module in _NAMED or _is_record(found)):
-            raise CheckpointError(
-                f"the index of this checkpoint names {module}.{name}, which is no part of one and might run code: "
-                "it was not read"
-            )
-        return found
+        if name in _NAMED.get(module, ()):
+            return super().find_class(module, name)
+        if "." not in name and module.startswith(_RECORDS) and _is_record(found := super().find_class(module, name)):
+            return found
+        raise CheckpointError(
+            f"the index of this checkpoint names {module}.{name}, which is no part of one and might run code: it was "
+            "not read"
+        )
 
 
 _RECORDS = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "megatron.core.dist_checkpointing.")
@@ -344,10 +345,6 @@ _NAMED = {
     "builtins": {"set", "frozenset", "slice"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
 }
-
-
-def _may_be_named(module: str, name: str) -> bool:
-    return "." not in name and (name in _NAMED.get(module, ()) or module.startswith(_RECORDS))
 
 
 def _is_record(found: Any) -> bool:
