@@ -6,8 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentrl.concurrency.together import together
 from agentrl.data.store import TrajectoryStore
@@ -16,49 +17,40 @@ from agentrl.evaluation.metrics import summarize
 from agentrl.orchestrator.tally import EVALUATION, Tally
 from agentrl.rollout.worker import Runner
 
-if TYPE_CHECKING:
-    from agentrl.config.schema import Config
-
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class Evaluator:
-    """Evaluates the weights that engines hold, on ``sets``. ``unless_broken`` awaits episodes, and raises when they can
-    come to no end."""
+    """Evaluates the weights that engines hold."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        sets: Sequence[HeldOutSet],
-        *,
-        open_runner: Callable[[HeldOutSet], Runner],
-        store: TrajectoryStore,
-        tally: Tally,
-        unless_broken: Callable[[asyncio.Future[Any]], Awaitable[Any]],
-    ):
-        self.sets = list(sets)
-        self._samples = cfg.n_samples_per_eval_prompt
-        self._open_runner, self._store, self._tally = open_runner, store, tally
-        self._unless_broken = unless_broken
+    sets: Sequence[HeldOutSet]
+    samples: int
+    """Episodes of each task."""
+    open_runner: Callable[[HeldOutSet], Runner]
+    store: TrajectoryStore
+    tally: Tally
+    unless_broken: Callable[[asyncio.Future[Any]], Awaitable[Any]]
+    """Awaits episodes, and raises when they can come to no end."""
 
     async def evaluate(self, step: int) -> dict[str, dict[str, Any]]:
         """Play all sets after ``step`` rollouts; summaries by set name."""
         summaries: dict[str, dict[str, Any]] = {}
-        self._tally.begin(EVALUATION, sum(len(s.tasks) for s in self.sets) * self._samples)
+        self.tally.begin(EVALUATION, sum(len(s.tasks) for s in self.sets) * self.samples)
         for held_out in self.sets:
-            runner, began = self._open_runner(held_out), time.monotonic()
-            count, tag = partial(self._tally.add, EVALUATION), f"eval-{step:06d}-{held_out.name}"
+            runner, began = self.open_runner(held_out), time.monotonic()
+            count, tag = partial(self.tally.add, EVALUATION), f"eval-{step:06d}-{held_out.name}"
             try:
                 playing = together(
-                    runner.run_group(task, self._samples, f"{tag}-{index:06d}", on_trajectory=count)
+                    runner.run_group(task, self.samples, f"{tag}-{index:06d}", on_trajectory=count)
                     for index, task in enumerate(held_out.tasks)
                 )
-                groups = await self._unless_broken(asyncio.ensure_future(playing))
+                groups = await self.unless_broken(asyncio.ensure_future(playing))
             finally:
                 await runner.close()
             trajectories = [t for group in groups for t in group.trajectories]
             summary = summarize(held_out.name, held_out.split, trajectories, time.monotonic() - began)
             summaries[held_out.name] = summary.to_dict()
             log.info("evaluation %s after step %d: %d episodes", held_out.name, step, len(trajectories))
-            await asyncio.to_thread(self._store.write, step, trajectories, name=f"eval-{held_out.name}")
+            await asyncio.to_thread(self.store.write, step, trajectories, name=f"eval-{held_out.name}")
         return summaries

@@ -198,8 +198,8 @@ class RolloutManager:
         self.rollouts = Ahead(collect, ahead=cfg.async_buffer_size, end=cfg.num_rollout)
         self._since: tuple[float, Mapping[str, float]] = time.monotonic(), Counter()
         self.evaluator = Evaluator(
-            cfg,
             held_out,
+            cfg.n_samples_per_eval_prompt,
             open_runner=lambda s: self.workers.open(
                 Setting(f"eval-{s.name}", s.spec, s.kwargs, eval_params(cfg), episode_limits(cfg.held_out))
             ),

@@ -24,6 +24,7 @@ def rollout_metrics(groups: Sequence[Group], seconds: float, version: int) -> di
     rewards = [reward_of(e) for e in episodes]
     lengths = [sum(t.num_tokens for t in e) for e in episodes]
     oldest = oldest_version(scored)
+    retries = [(call.get("metadata") or {}).get("retries", 0) for t in everything for call in t.tool_calls]
     generated = sum(t.num_sampled for t in everything)
     metrics = {
         "rollout/reward": _mean(rewards),
@@ -31,7 +32,7 @@ def rollout_metrics(groups: Sequence[Group], seconds: float, version: int) -> di
         "rollout/success": _mean([float(solved(e)) for e in episodes]),
         "rollout/turns": _mean([sum(t.num_turns for t in e) for e in episodes]),
         "rollout/tool_calls": _mean([sum(len(t.tool_calls) for t in e) for e in episodes]),
-        "rollout/tool_retries": float(sum(_retries(t) for e in all_episodes for t in e)),
+        "rollout/tool_retries": float(sum(retries)),
         "rollout/response_tokens": _mean([sum(t.num_sampled for t in e) for e in episodes]),
         "rollout/episode_tokens": _mean(lengths),
         "rollout/episode_tokens_max": float(max(lengths, default=0)),
@@ -80,11 +81,6 @@ def _of_agents(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else float("nan")
-
-
-def _retries(trajectory: Trajectory) -> int:
-    """How often tools asked a service of theirs again."""
-    return sum((call.get("metadata") or {}).get("retries", 0) for call in trajectory.tool_calls)
 
 
 def _parts(trajectories: Sequence[Trajectory]) -> dict[str, list[float]]:

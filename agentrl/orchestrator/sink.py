@@ -49,39 +49,29 @@ class Collected:
     """Sentences on the tasks that were given up, or that the filter left out in vain."""
 
 
+@dataclass(eq=False)
 class Sink:
     """Collects rollouts, several at a time if need be (:meth:`begin`), and makes a batch of one after the other
-    (:meth:`take`, :meth:`mark_trained`).
+    (:meth:`take`, :meth:`mark_trained`)."""
 
-    Args:
-        size: groups of a rollout.
-        keep: which groups are trained on; None for all.
-        at_once: groups handed out at once with ``keep``, at least ``size``.
-        experience: groups of earlier rollouts that are trained on again; None for none.
-        max_staleness: how many versions older than the trainer's the weights may be that sampled a token of a batch;
-            None to take them as they are.
-    """
-
-    def __init__(
-        self,
-        account: TaskAccount,
-        algorithm: Algorithm,
-        *,
-        failed: FailedTasks,
-        store: TrajectoryStore,
-        size: int,
-        keep: Filter | None = None,
-        at_once: int | None = None,
-        experience: Experience | None = None,
-        max_staleness: int | None = None,
-    ):
-        self.account, self.algorithm, self.failed, self.store, self.size = account, algorithm, failed, store, size
-        self.keep, self.at_once, self.max_staleness = keep, at_once or size, max_staleness
-        self.experience = experience
-        self.has_lived = False
-        self.trained = 0
-        """Rollouts trained on."""
-        self._in_training: tuple[int, Collected] | None = None
+    account: TaskAccount
+    algorithm: Algorithm
+    failed: FailedTasks
+    store: TrajectoryStore
+    size: int
+    """Groups of a rollout."""
+    at_once: int
+    """Groups handed out at once, at least ``size``; more only with ``keep``."""
+    keep: Filter | None = None
+    """Which groups are trained on; None for all."""
+    experience: Experience | None = None
+    """Groups of earlier rollouts that are trained on again."""
+    max_staleness: int | None = None
+    """How many versions older than the trainer's the weights may be that sampled a token of a batch; None for any."""
+    has_lived: bool = False
+    trained: int = 0
+    """Rollouts trained on."""
+    _in_training: tuple[int, Collected] | None = None
 
     def begin(self, step: int) -> Rollout:
         """A rollout to be collected."""

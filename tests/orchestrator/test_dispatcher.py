@@ -40,7 +40,7 @@ async def test_the_batch_does_not_depend_on_the_order_in_which_groups_finish(tmp
     account = TaskAccount(source)
     sink = Sink(
         account, GRPO(AlgorithmOptions()), failed=FailedTasks(tmp_path / "f.json"),
-        store=TrajectoryStore(tmp_path / "trajectories"), size=4,
+        store=TrajectoryStore(tmp_path / "trajectories"), size=4, at_once=4,
     )  # fmt: skip
     drawn = account.get_samples(4)
     rollout = sink.begin(0)

@@ -156,9 +156,7 @@ class ExtensionPlanner:
             return _Plan(extends=False)
         rendered, suffix = found
         if any(text in suffix for text in marks.said_before):
-            return _Plan(
-                extends=False
-            )  # the template moves the tools or the system text: what was sent is not a prefix
+            return _Plan(extends=False)  # it moves the tools or the system text: what was sent is not a prefix
         for i, message in enumerate(messages):
             if marks.inner(i) not in suffix:
                 raise EnvError(

@@ -104,7 +104,7 @@ def varlen_attention(
         return flash_attention(query, key, value, lengths, scale)[..., :width]
     heads, groups = query.shape[1], key.shape[1]
     if heads != groups:
-        key, value = (_repeat(x, heads // groups) for x in (key, value))
+        key, value = (x.repeat_interleave(heads // groups, 1) for x in (key, value))
     runs = [(n, sum(1 for _ in same)) for n, same in itertools.groupby(lengths)]
     sizes = [n * count for n, count in runs]
     outs = []
@@ -157,11 +157,6 @@ def flash_attention(
 def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Where each sequence starts, and the end: int32[len(lengths) + 1]. The same for all layers of a micro-batch."""
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-
-
-def _repeat(x: Tensor, times: int) -> Tensor:
-    t, groups, dim = x.shape
-    return x.unsqueeze(2).expand(t, groups, times, dim).reshape(t, groups * times, dim)
 
 
 class Rotary(torch.nn.Module):

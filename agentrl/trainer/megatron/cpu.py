@@ -200,7 +200,7 @@ def _replace_functions() -> None:
     for module in (clip_grads, optimizer):
         module.clip_grad_by_total_norm_fp32 = _clip_grads
     for cls in (distrib_optimizer.DistributedOptimizer, optimizer.Float16OptimizerWithFloat16Params):
-        cls.__init__ = _with_cuda_type_names(cls.__init__)
+        cls.__init__ = _cuda_type_names()(cls.__init__)
 
 
 def _as_on_cpu(tensor, as_numpy=False, record_stream=False):
@@ -211,15 +211,6 @@ def _clip_grads(parameters, max_norm, total_norm, use_decoupled_grad=False) -> N
     factor = max_norm / (float(total_norm) + 1.0e-6)
     if factor < 1.0:
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
-
-
-def _with_cuda_type_names(init):
-    @functools.wraps(init)
-    def wrapped(*args: Any, **kwargs: Any) -> None:
-        with _cuda_type_names():
-            init(*args, **kwargs)
-
-    return wrapped
 
 
 @contextlib.contextmanager

@@ -172,7 +172,8 @@ class ModelState:
         state = optimizer.optimizer.state[main]
         for kind in MOMENTS:
             state[kind] = values[kind].to(main.device, torch.float32, copy=True)
-        if _step_in_state(optimizer):
+        # torch's Adam counts steps per parameter, TransformerEngine's per group.
+        if type(optimizer.optimizer).__module__.startswith("torch."):
             state["step"] = torch.tensor(float(steps))
         else:
             for group in optimizer.optimizer.param_groups:
@@ -186,11 +187,6 @@ class ModelState:
         steps = torch.tensor(mine, device=next(iter(self._parameters.values())).device)
         dist.all_reduce(steps, op=dist.ReduceOp.MAX)
         return int(steps)
-
-
-def _step_in_state(optimizer: MegatronOptimizer) -> bool:
-    """torch's Adam counts steps per parameter, TransformerEngine's per group."""
-    return type(optimizer.optimizer).__module__.startswith("torch.")
 
 
 def _slice_of(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> slice | None:
