@@ -106,7 +106,7 @@ class Engine(FakeEngine):
                 return "the last words"
         return None
 
-    async def end(self) -> None:
+    async def end(self, grace: float = 2.0) -> None:
         faults = [fault for fault in self.world.faults if fault.engine == self.number]
         late = any(fault.kind == "late" or fault.route in RECOVERY for fault in faults)
         if self.paused and not late and not self.dead.is_set() and not self.stopped:
