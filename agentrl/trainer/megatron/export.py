@@ -143,19 +143,21 @@ def _write_folder(weights: Iterable[tuple[str, Tensor]], source: Path, target: P
 
 
 def _write_shards(weights: Iterable[tuple[str, Tensor]], folder: Path) -> torch.dtype:
-    index: dict[str, str] = {}
+    shards: list[list[str]] = []
     total, dtype = 0, torch.float32
-    for number, shard in enumerate(in_parts(weights, lambda pair: pair[1].nbytes, SHARD_BYTES)):
-        if not number:  # the first is a weight; biases of routers are float32 in every checkpoint
+    for shard in in_parts(weights, lambda pair: pair[1].nbytes, SHARD_BYTES):
+        if not shards:  # the first is a weight; biases of routers are float32 in every checkpoint
             dtype = shard[0][1].dtype
-        file = f"model-{number + 1:05d}.safetensors"
-        save_tensors(dict(shard), folder / file)
-        index |= dict.fromkeys((name for name, _ in shard), file)
+        save_tensors(dict(shard), folder / f"shard-{len(shards):05d}")
+        shards.append([name for name, _ in shard])
         total += sum(tensor.nbytes for _, tensor in shard)
         del shard  # before the next one is gathered
-    if len(set(index.values())) == 1:
-        (folder / file).rename(folder / "model.safetensors")
-    else:
+    index: dict[str, str] = {}
+    for n, names in enumerate(shards):
+        file = f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        (folder / f"shard-{n:05d}").rename(folder / file)
+        index |= dict.fromkeys(names, file)
+    if len(shards) > 1:
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1))
     return dtype
 
