@@ -75,6 +75,10 @@ def test_colocated_engines_are_on_the_machines_and_gpus_of_the_ranks():
     assert [o["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"] for o in placed] == ["0,1", "2,3", "0,1", "2,3"]
     assert world.engine_memory(cfg) == 0.8, "beside a trainer that is away"
     assert world.engine_memory(wanted(*flags, "--no-offload-train")) == 0.4
+    apart = World(gpus=8, addresses=("10.0.0.1", "10.0.0.2"))
+    with pytest.raises(ConfigError, match="Give --weight-sync-transport ipc, or disk where there are several machines"):
+        bundles_of(cfg, apart)
+    assert bundles_of(wanted(*flags, "--weight-snapshot-dir", "/shared"), apart)
     assert [b.num_gpus for b in bundles_of(cfg, World())][8:12] == [0] * 4
 
 

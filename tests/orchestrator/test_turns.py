@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from agentrl.config import load_config
 from agentrl.errors import AgentRLError
+from agentrl.orchestrator.loop import save_before_leaving
 from agentrl.orchestrator.turns import Turns
 from tests.orchestrator.scripted import FLAGS, Rollout, Trainer, check_run, train  # noqa: F401
 
@@ -25,7 +27,7 @@ class Side:
         self.log, self.name, self.broken = log, name, set[str]()
 
     def __getattr__(self, method: str) -> Any:
-        async def call(*args: Any) -> dict[str, float]:
+        async def call(*args: Any, **kwargs: Any) -> dict[str, float]:
             self.log.append(f"{self.name} {method}")
             if method in self.broken:
                 self.broken.remove(method)
@@ -95,6 +97,22 @@ async def test_engines_have_no_turn_before_there_are_weights() -> None:
     await whose.trainer()
     with pytest.raises(AgentRLError, match="nothing was published"):
         await whose.engines()
+
+
+async def test_a_run_that_is_asked_to_end_saves_in_the_trainers_turn() -> None:
+    whose, log, trainer, engines = turns("--colocate")
+    await whose.trainer()
+    await whose.engines("version 0")  # type: ignore[arg-type]
+    log.clear()
+    store: Any = Side(log, "checkpoints")
+    store.unsaved = 1
+    with pytest.raises(asyncio.CancelledError):
+        async with save_before_leaving(
+            load_config(["--env", "search"]), SimpleNamespace(has_lost=False), trainer=trainer, rollout=engines,
+            checkpoints=store, progress=SimpleNamespace(stage=lambda text: None), seconds=10, turns=whose,
+        ):  # type: ignore[arg-type]  # fmt: skip
+            raise asyncio.CancelledError
+    assert log == ["engines release_memory", "trainer ready", "trainer resume_memory", "checkpoints save"]
 
 
 def test_in_a_run_nobody_works_in_the_turn_of_the_other(tmp_path: Path, train: Any, monkeypatch: Any) -> None:  # noqa: F811
