@@ -15,7 +15,7 @@ from agentrl.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChaosOptions:
+class Options:
     """Faults"""
 
     minutes: Annotated[float, Range(low=0.0, low_open=True)] = 10.0
@@ -28,12 +28,9 @@ class ChaosOptions:
     """New folder for the runs, what each of them said, and the faults (`faults.jsonl`)."""
 
 
-OPTIONS = ChaosOptions
-
-
 def run(argv: Sequence[str]) -> int:
     """Break and audit; returns the exit code."""
-    options = load_options(ChaosOptions, argv)
+    options = load_options(Options, argv)
     require("chaos", TRAINING)
     folder = Path(options.output_dir).absolute()
     if folder.exists() and any(folder.iterdir()):

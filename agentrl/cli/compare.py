@@ -21,7 +21,7 @@ SHOWN = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions:
+class Options:
     """Comparison"""
 
     set: tuple[str, ...] = ()
@@ -36,13 +36,10 @@ class CompareOptions:
     """Print one JSON object."""
 
 
-OPTIONS = CompareOptions
-
-
 def run(argv: Sequence[str]) -> int:
     """Compare; returns the exit code."""
     words, rest = leading_words(argv, 2, "compare")
-    options = load_options(CompareOptions, rest)
+    options = load_options(Options, rest)
     from agentrl.evaluation.compare import compare
     from agentrl.evaluation.results import load
 

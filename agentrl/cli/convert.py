@@ -17,7 +17,7 @@ from agentrl.families.torch_dist import is_megatrons
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertOptions:
+class Options:
     """Conversion"""
 
     hf_checkpoint: PathText | None = None
@@ -29,12 +29,9 @@ class ConvertOptions:
     """Folder to write; it must not hold anything yet."""
 
 
-OPTIONS = ConvertOptions
-
-
 def run(argv: Sequence[str]) -> int:
     """Convert; returns the exit code."""
-    given = load_options(ConvertOptions, argv)
+    given = load_options(Options, argv)
     if given.output_dir is None:
         raise ConfigError("agentrl convert needs --output-dir DIR, a new folder.")
     if given.hf_checkpoint is None:

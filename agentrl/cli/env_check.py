@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from agentrl.cli.env import PlayedOptions
 from agentrl.config.layers import load_options
 
-OPTIONS = PlayedOptions
+Options = PlayedOptions
 
 
 def run(name: str, argv: Sequence[str]) -> int:

@@ -29,19 +29,16 @@ _NAME = re.compile(r"[a-z][a-z0-9]*([_-][a-z0-9]+)*\Z")
 
 
 @dataclass(frozen=True, kw_only=True)
-class NewOptions:
+class Options:
     """New environment"""
 
     dir: PathText = "."
     """Folder in which the package's folder NAME is made."""
 
 
-OPTIONS = NewOptions
-
-
 def run(name: str, argv: Sequence[str]) -> int:
     """Write the package; returns the exit code."""
-    given = load_options(NewOptions, argv)
+    given = load_options(Options, argv)
     folder = write_package(name, Path(given.dir))
     module = folder.name.replace("-", "_")
     print(f"wrote {folder}")

@@ -28,7 +28,7 @@ COMMANDS = ("/call", "/tools", "/help", "/quit")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlayOptions(PlayedOptions):
+class Options(PlayedOptions):
     """Play"""
 
     split: str | None = None
@@ -39,12 +39,9 @@ class PlayOptions(PlayedOptions):
     """Same seed, same task."""
 
 
-OPTIONS = PlayOptions
-
-
 def run(name: str, argv: Sequence[str]) -> int:
     """Play one episode; returns the exit code."""
-    given = load_options(PlayOptions, argv)
+    given = load_options(Options, argv)
     import agentrl
 
     env = agentrl.make(name, **given.arguments())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from agentrl.cli.extras import ENGINES, require
 from agentrl.config import EvalConfig, load_eval_config
 
-OPTIONS = EvalConfig
+Options = EvalConfig
 
 
 def run(argv: Sequence[str]) -> int:

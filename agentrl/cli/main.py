@@ -93,16 +93,16 @@ def _dispatch(words: list[str]) -> int:
 
 
 def help_of(command: ModuleType, rest: Sequence[str] = ()) -> str:
-    """Help of a command's module: its own ``usage``, else its words of ``help.toml`` and its ``OPTIONS``, if any."""
+    """Help of a command's module: its own ``usage``, else its words of ``help.toml`` and its ``Options``, if any."""
     if hasattr(command, "usage"):
         return command.usage(rest)
     name = command.__name__.rpartition(".")[2].replace("_", "-")
     words = WORDS.get(name) or WORDS["env"][name.removeprefix("env-")]
-    if not hasattr(command, "OPTIONS"):
+    if not hasattr(command, "Options"):
         return f"usage: agentrl {words['synopsis']}\n\n{words['intro']}"
     from agentrl.config.help import command_help
 
-    return command_help(words["synopsis"], words["intro"], command.OPTIONS)
+    return command_help(words["synopsis"], words["intro"], command.Options)
 
 
 def _fail(error: BaseException, message: str, code: int) -> int:

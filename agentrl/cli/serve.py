@@ -11,7 +11,7 @@ from agentrl.config.template import template_problems
 from agentrl.config.validate import checkpoint_problem
 from agentrl.errors import ConfigError
 
-OPTIONS = ServeOptions
+Options = ServeOptions
 
 
 def run(argv: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetrieverOptions:
+class Options:
     """Retriever"""
 
     corpus: PathText | None = None
@@ -36,19 +36,16 @@ class RetrieverOptions:
     """Which synthetic world, when there is no corpus."""
 
 
-OPTIONS = RetrieverOptions
-
-
 def run(argv: Sequence[str]) -> int:
     """Serve until interrupted; returns the exit code."""
-    given = load_options(RetrieverOptions, argv)
+    given = load_options(Options, argv)
     from agentrl.retrieval.server import serve
 
     serve(lambda: index_of(given), given.host, given.port, topk=given.topk)
     return 0
 
 
-def index_of(given: RetrieverOptions) -> Index:
+def index_of(given: Options) -> Index:
     """What the options ask to serve.
     Raises ConfigError: a dense index without a corpus.
     Raises DataError: a bad corpus; file and line are named."""

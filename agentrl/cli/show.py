@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowOptions:
+class Options:
     """Episodes"""
 
     failed: bool = False
@@ -40,13 +40,10 @@ class ShowOptions:
     """Model folder whose tokenizer is used, in place of the run's own."""
 
 
-OPTIONS = ShowOptions
-
-
 def run(argv: Sequence[str]) -> int:
     """Show; returns the exit code."""
     (path,), rest = leading_words(argv, 1, "show")
-    options = load_options(ShowOptions, rest)
+    options = load_options(Options, rest)
     from rich.console import Console
 
     from agentrl.evaluation.results import load
@@ -72,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _decode(result: EvalResult, shown: Sequence[Episode], options: ShowOptions) -> Decode | None:
+def _decode(result: EvalResult, shown: Sequence[Episode], options: Options) -> Decode | None:
     """The tokenizer's way back to text; None where messages are shown."""
     from agentrl.evaluation.transcript import decoder
 

@@ -14,7 +14,7 @@ from agentrl.errors import LostError
 from agentrl.processes.signals import printable
 from agentrl.processes.supervisor import Attempt, supervise
 
-OPTIONS = Config
+Options = Config
 
 
 def run(argv: Sequence[str]) -> int:

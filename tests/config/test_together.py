@@ -41,10 +41,10 @@ def test_a_config_file_that_cannot_be_read_hides_nothing(refused, tmp_path):
 
 
 def test_small_commands_say_it_at_once_too():
-    from agentrl.cli.export import ExportOptions
+    from agentrl.cli.export import Options
 
     with pytest.raises(ConfigError) as caught:
-        load_options(ExportOptions, ["--rnu", "x", "--nope", "y", "--config", "z"])
+        load_options(Options, ["--rnu", "x", "--nope", "y", "--config", "z"])
     assert all(part in str(caught.value) for part in ("--rnu", "--nope", "--config"))
 
 

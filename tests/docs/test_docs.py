@@ -17,15 +17,10 @@ from gymnasium.utils.env_checker import check_env
 from shown_pages import PAGES, ROOT, Block, anchors, blocks, command_lines, inline_commands, links, name_of
 
 import agentrl
-from agentrl.cli.chaos import ChaosOptions
-from agentrl.cli.compare import CompareOptions
-from agentrl.cli.convert import ConvertOptions
-from agentrl.cli.export import ExportOptions
-from agentrl.cli.fetch_model import MODELS, FetchOptions
+from agentrl.cli import chaos, compare, convert, export, fetch_model, serve_retriever, show
+from agentrl.cli.fetch_model import MODELS
 from agentrl.cli.main import COMMANDS
 from agentrl.cli.plan import PlanOptions
-from agentrl.cli.serve_retriever import RetrieverOptions
-from agentrl.cli.show import ShowOptions
 from agentrl.config import load_config, load_eval_config
 from agentrl.config.layers import load_options
 from agentrl.config.names import ADVICE, IMPLIED, NOT_AVAILABLE
@@ -38,13 +33,13 @@ PYTHON_PAGES = [page for page in PAGES if any(block.language == "python" for blo
 README = ROOT / "README.md"
 
 SMALL_COMMANDS = {
-    "export": ExportOptions,
-    "convert": ConvertOptions,
+    "export": export.Options,
+    "convert": convert.Options,
     "serve": ServeOptions,
-    "serve-retriever": RetrieverOptions,
-    "chaos": ChaosOptions,
+    "serve-retriever": serve_retriever.Options,
+    "chaos": chaos.Options,
 }
-OPTIONS = {**SMALL_COMMANDS, "fetch-model": FetchOptions, "compare": CompareOptions, "show": ShowOptions}
+OPTIONS = {**SMALL_COMMANDS, "fetch-model": fetch_model.Options, "compare": compare.Options, "show": show.Options}
 NOT_OURS = {"--help", "--config", "--dist-ckpt-strictness", "--node-ip-address", "--enable-memory-saver"}
 
 # Names in commands that stand for something of the reader's.
@@ -165,7 +160,7 @@ def test_a_command_is_accepted(page: Path, words: list[str], documented: Path, m
         load_options(SMALL_COMMANDS[command], argv)
     elif command == "fetch-model":
         assert argv[0] in MODELS
-        load_options(FetchOptions, argv[1:])
+        load_options(fetch_model.Options, argv[1:])
     else:
         importlib.import_module(f"agentrl.cli.{command}").run(argv)
     if config is not None and "--config" not in argv:
