@@ -27,12 +27,8 @@ UNFINISHED = (".tmp", ".partial", ".removed")
 
 
 def audit(run: Path, *, least_success: float | None = None) -> list[str]:
-    """What is wrong with a run that ended, a sentence each; nothing where all is well.
-
-    Args:
-        run: its folder. It was forked from no other: what another run trained is not in it.
-        least_success: the held-out success that its last evaluation must reach.
-    """
+    """What is wrong with a run that ended, a sentence each; nothing where all is well. Its folder was forked from no
+    other, and its last evaluation must reach ``least_success``."""
     problems: list[str] = []
     damaged: list[str] = []
     metrics = list(read_jsonl(run / "metrics.jsonl", damaged=damaged)) if (run / "metrics.jsonl").is_file() else []
@@ -160,12 +156,7 @@ def _success(run: Path, step: int, least: float) -> list[str]:
 
 
 def left_behind(temporary: Path, shared_before: Iterable[Path], shared: Path = Path("/dev/shm")) -> list[str]:
-    """Files that a run left in the folder for temporary files that it had for itself, and in shared memory.
-
-    Args:
-        temporary: its ``TMPDIR``.
-        shared_before: what was in shared memory before it began.
-    """
+    """Files that a run left in its own ``TMPDIR``, and in shared memory beside what was there before it began."""
     new = sorted({*shared.glob("*")} - {*shared_before}) if shared.is_dir() else []
     new = [path for path in new if not _is_in_use(path)]
     return [f"left over: {path}" for path in (*sorted(temporary.glob("*")), *new)]

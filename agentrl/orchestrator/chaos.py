@@ -228,13 +228,8 @@ class Verdict:
 
 
 def chaos(folder: Path, *, minutes: float, seed: int, kills: int | None, say: Callable[[str], None]) -> Verdict:
-    """Train and break, until the time is over or so many faults have happened; the last training comes to its end.
-
-    Args:
-        folder: for the runs, what each said, and ``faults.jsonl``.
-        kills: no more faults after so many kills; None: as many as there is time for.
-        say: where a line for a person goes.
-    """
+    """Train and break, until the time is over or so many faults have happened; the last training comes to its end. In
+    ``folder`` are the runs, what each said, and ``faults.jsonl``."""
     adopt_orphans()
     folder.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + 60 * minutes

@@ -79,12 +79,9 @@ def check_nodes(nodes: int) -> None:
 
 
 def bundles_of(cfg: Config, world: World) -> list[Bundle]:
-    """What a run asks of Ray: ranks, engines, the manager, rollout workers, in this order; ranks alone where nothing
-    is played, none where nothing is trained.
-
-    Raises:
-        ConfigError: there are GPUs, but not enough; the weights cannot go the way that was asked for.
-    """
+    """What a run asks of Ray: ranks, engines, the manager, rollout workers, in this order; ranks alone where nothing is
+    played, none where nothing is trained.
+    Raises ConfigError: there are GPUs, but not enough; the weights cannot go the way that was asked for."""
     engines, per_engine = cfg.rollout_num_engines or 1, world.engine_ranks(cfg) if world.has_gpu else 0
     if not cfg.plays:
         engines = 0
@@ -210,11 +207,8 @@ class Cluster:
 
     def start(self) -> None:
         """Start or join Ray and reserve the bundles.
-
-        Raises:
-            LostError: the cluster cannot hold the bundles in time, with what was asked and what is there: a machine of
-                it may be on its way back.
-        """
+        Raises LostError: the cluster cannot hold the bundles in time, with what was asked and what is there: a machine
+        of it may be on its way back."""
         if self.is_local:
             self.bundles = list(self._plan(self.world))
             os.environ.update(_LOCAL_RAY)
@@ -283,11 +277,8 @@ class Cluster:
 
     def check_sees(self, *files: Path) -> None:
         """That the machines on which there are places of this run see these files, which all of it uses.
-
-        Raises:
-            ConfigError: one does not.
-            LostError: one does not answer, or cannot run this package.
-        """
+        Raises ConfigError: one does not.
+        Raises LostError: one does not answer, or cannot run this package."""
         if self.is_local:
             return
         ray, nodes = self._ray, {node["NodeID"]: node["NodeManagerAddress"] for node in _alive(self._ray)}

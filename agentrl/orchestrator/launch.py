@@ -193,11 +193,9 @@ def find_start(cfg: Config, stack: contextlib.ExitStack | None) -> tuple[RunDir 
 
     Nothing is changed.
 
-    Raises:
-        ConfigError: nothing is left to do, or a folder is of another run.
-        CheckpointError: there is no checkpoint to go on from.
-        StorageError: another process has the folder.
-    """
+    Raises ConfigError: nothing is left to do, or a folder is of another run.
+    Raises CheckpointError: there is no checkpoint to go on from.
+    Raises StorageError: another process has the folder."""
     owner = run_folder_of(cfg.load) if cfg.load else None
     if owner and cfg.output_dir is not None and owner.resolve() == Path(cfg.output_dir).resolve():
         check_targets(cfg, run=owner)
@@ -217,9 +215,7 @@ def open_run(cfg: Config, stack: contextlib.ExitStack) -> tuple[RunDir, Checkpoi
 
     Nothing of a run that goes on is changed here but ``config.json`` and ``run.json``; nothing at all where it cannot.
 
-    Raises:
-        AgentRLError: as :func:`find_start`; or the folder cannot be written.
-    """
+    Raises AgentRLError: as :func:`find_start`; or the folder cannot be written."""
     found, source = find_start(cfg, stack)
     run = found or stack.enter_context(RunDir.reserve(cfg))
     store = CheckpointStore(run.checkpoints)
@@ -241,10 +237,7 @@ def open_run(cfg: Config, stack: contextlib.ExitStack) -> tuple[RunDir, Checkpoi
 
 def find_checkpoint(cfg: Config, run: RunDir, folder: Path) -> Checkpoint | None:
     """What a run goes on from; None where it ended before its first checkpoint was complete, and begins again.
-
-    Raises:
-        CheckpointError: none is complete, or those it had are gone.
-    """
+    Raises CheckpointError: none is complete, or those it had are gone."""
     store = CheckpointStore.of_run(folder)
     named = Path(str(cfg.load))
     if named.resolve() not in (folder.resolve(), store.root.resolve()):
@@ -354,10 +347,7 @@ def weights_place(cfg: Config, run: Path) -> Path | None:
 def weights_folder(cfg: Config, run: RunDir, warden: Warden) -> Iterator[str]:
     """Where versions of the weights are published: shared memory if nothing else was asked for. Goes with the run.
     Nowhere (empty) where no engine loads them.
-
-    Raises:
-        StorageError: there can be no such folder.
-    """
+    Raises StorageError: there can be no such folder."""
     if not (cfg.plays and cfg.trains):
         yield ""
         return

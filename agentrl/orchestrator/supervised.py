@@ -159,10 +159,7 @@ class SupervisedData:
 
     def next_batch(self) -> tuple[TrainBatch, str | None]:
         """The next examples, without columns; a sentence on those that are too long, the first time.
-
-        Raises:
-            DataError: one cannot be made into tokens, or all of an epoch are too long.
-        """
+        Raises DataError: one cannot be made into tokens, or all of an epoch are too long."""
         with self._drawing:
             groups, passed, named = list[Group](), 0, list[str]()
             while len(groups) < self.size:

@@ -123,12 +123,8 @@ def supervise(
 
 
 def is_curable(code: int, is_open: bool) -> bool:
-    """Whether another start may cure what ended a process.
-
-    Args:
-        code: its return code, as of :mod:`subprocess`.
-        is_open: it worked, and did not end in order. Ray ends a driver that lost it from C++, with code 1.
-    """
+    """Whether another start may cure what ended a process with that return code, as of :mod:`subprocess`. ``is_open``:
+    it worked, and did not end in order; Ray ends a driver that lost it from C++, with code 1."""
     return code == LostError.exit_code or -code in CRASHES or (code > 0 and is_open)
 
 
