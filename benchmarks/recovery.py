@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import random
 import shutil
@@ -173,6 +174,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=3)
     options = parser.parse_args()
+    logging.basicConfig(format="%(asctime)s %(message).100s")
+    logging.getLogger("agentrl").setLevel("INFO")
     with Warden() as warden, warden.scratch() as scratch, tempfile.TemporaryDirectory(dir=scratch) as folder:
         result = asyncio.run(measure(model_folder(DEMO), Path(folder), options.kills))
     print(json.dumps(result))
