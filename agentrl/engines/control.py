@@ -78,8 +78,13 @@ def receive(bucket: Bucket, *, version: int | None, flush: bool) -> Call:
 
 
 def load_files(path: str, *, version: int, flush: bool) -> Call:
-    """Load the safetensors files of a folder that the engine can read."""
-    return "/update_weights_from_disk", {"model_path": path, "weight_version": str(version), "flush_cache": flush}
+    """Load the safetensors files of a folder that the engine can read, whatever it loaded at its start."""
+    return "/update_weights_from_disk", {
+        "model_path": path,
+        "load_format": "auto",
+        "weight_version": str(version),
+        "flush_cache": flush,
+    }
 
 
 class EngineControl:

@@ -14,6 +14,7 @@ SGLang's server, unchanged, with what a run needs around it:
   a thread that wakes up a hundred times a second;
 - only the model that is served is imported, not SGLang's whole collection (2 s and 100 MB);
 - a scheduler that is paused for new weights sleeps until it is asked for something;
+- an update of the weights by files maps them in the thread that loads;
 - requests find in the prefix cache what the weights computed that they are answered by, and no other;
 - tools of a chat request reach the chat template as the client sent them, as they do in training; SGLang would add an
   empty field to each, which a model has never seen;
@@ -26,6 +27,7 @@ hold in them too is done at import.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import importlib.util
@@ -138,6 +140,18 @@ def sleep_while_paused() -> None:
         self.maybe_sleep_on_idle()
 
     Scheduler._record_scheduler_state_for_paused_engine = record_and_sleep
+
+
+def map_files_in_one_thread() -> None:
+    """Have an update of the weights by files map them without threads, by SGLang's own switch for that.
+
+    To map a file is no work to share out. Handing small tensors over between threads costs milliseconds where others
+    want the cores, and generation stands still meanwhile.
+    """
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    in_one_thread = {"enable_multithread_load": False}
+    weight_updater.LoadConfig = functools.partial(weight_updater.LoadConfig, model_loader_extra_config=in_one_thread)
 
 
 def keep_versions_apart() -> None:
@@ -261,6 +275,7 @@ def patch() -> None:
     share_gloo_device()
     keep_shared_files_private()
     sleep_while_paused()
+    map_files_in_one_thread()
     keep_versions_apart()
     if cpu_backend.needed():
         cpu_backend.give_memory_back()

@@ -147,6 +147,8 @@ class FakeEngine:
         return self._loaded(body, dict.fromkeys(body["names"], "sent" + self.suffix))
 
     def _update_weights_from_disk(self, body: dict[str, Any]) -> tuple[bool, str]:
+        if body["load_format"] != "auto":
+            return False, "the engine's own format, that of dummy weights, loads no files"
         return self._loaded(body, dict.fromkeys("abc", "sent" + self.suffix))
 
     def _weights_checker(self, body: dict[str, Any]) -> tuple[bool, str]:

@@ -195,6 +195,8 @@ async def test_a_sync_brings_weights_version_and_equal_checksums(
     tmp_path: Path,
 ) -> None:
     before = logprobs(await generate(engine.url, engine.api_key))
+    loads_in_threads = engine.log_path.read_text().count("Multi-thread loading")
+    assert loads_in_threads, "SGLang says so of its start"
     change(weights)
     control = EngineControl(engine.url, engine.api_key)
     trainer = Trainer(weights, tmp_path, transport=transport, pause_mode=mode, bucket_bytes=bucket_bytes)
@@ -208,6 +210,7 @@ async def test_a_sync_brings_weights_version_and_equal_checksums(
             assert answer["meta_info"]["weight_version"] == str(version)
         assert logprobs(answer) != before
         assert await control.version() == "42"
+        assert engine.log_path.read_text().count("Multi-thread loading") == loads_in_threads
     finally:
         await trainer.close()
         await control.close()
