@@ -28,8 +28,6 @@ _CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _FORMS = ("NFC", "NFKC", "NFD", "NFKD")  # all leave ASCII as it is
 _KEPT = 1 << 18
 _LONGEST_KEPT = 64  # characters of a run
-# Text is cut before each space that follows something else: no word of a split expression reaches over that.
-_RUN = re.compile(r"\s*\S+(?:[^\S ]\s*\S+)*(?:[^\S ]\s*\Z)?|\s+")
 
 
 def byte_alphabet() -> dict[int, str]:
@@ -70,17 +68,22 @@ class WordEncoder:
         """Ids (int32) of ``text``, which contains no added token; None when the tokenizer itself must do it."""
         if self._form is not None and not text.isascii():
             text = unicodedata.normalize(self._form, text)  # type: ignore[arg-type]
+        # Text is cut before each space that follows something else: no word of a split expression reaches over that.
         first, *others = text.split(" ")
+        while others and first[-1:].isspace():
+            first += f" {others.pop(0)}"
         try:
-            if not others:
-                return self._runs[first]
-            last = self._runs[" " + others.pop()]
-            if not first[-1:].isspace():  # nearly every space follows something else: these are the runs
-                return b"".join([self._runs[first], *map(self._spaced.__getitem__, others), last])
-        except KeyError:
-            pass
+            between = map(self._spaced.__getitem__, others[:-1])
+            return b"".join([self._runs[first], *between, *[self._runs[f" {last}"] for last in others[-1:]]])
+        except KeyError:  # another space follows white space, or the tokenizer itself must cut a run
+            runs = [first]
+        for piece in others:
+            if runs[-1][-1:].isspace():
+                runs[-1] += f" {piece}"
+            else:
+                runs.append(f" {piece}")
         try:
-            return b"".join(map(self._runs.__getitem__, _RUN.findall(text)))
+            return b"".join(map(self._runs.__getitem__, runs))
         except KeyError:
             return None
 
@@ -90,8 +93,7 @@ class _Runs(dict[str, bytes]):
 
     Args:
         words: Ids of words.
-        space: What stands before each run. With one, a run that ends with white space is a KeyError: the next one
-            does not begin where its space does.
+        space: What stands before each run. With one, a run that ends with white space is a KeyError: it goes on.
     """
 
     def __init__(self, words: _Words, space: str = "") -> None:
