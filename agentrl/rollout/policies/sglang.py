@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import operator
 import os
 import random
 import time
@@ -31,6 +32,7 @@ _TRANSIENT = frozenset({408, 425, 429})
 # SGLang's refusal of a request that it still has, of an attempt whose connection was lost at once.
 _STILL_RUNNING = "Duplicate request ID detected"
 _REMEMBERED_MOVES = 65536
+_LOGPROB, _ID = operator.itemgetter(0), operator.itemgetter(1)  # of a sampled token, in an answer
 
 
 class PolicyClient(Protocol):
@@ -249,9 +251,9 @@ def _parse(content: bytes, prompt_tokens: int, max_new_tokens: int, started: flo
         finish = meta["finish_reason"]
         output = answer["output_ids"]
         triples = meta["output_token_logprobs"]
-        ids, tokens = [triple[1] for triple in triples], np.array(output, np.int32)
+        ids, tokens = list(map(_ID, triples)), np.array(output, np.int32)
         # null (orjson's and SGLang's way to write NaN) becomes NaN.
-        logprobs = np.array([triple[0] for triple in triples], np.float32)
+        logprobs = np.array(list(map(_LOGPROB, triples)), np.float32)
         versions = _versions(meta, len(tokens))
         reason = finish["type"]
     except (KeyError, TypeError, ValueError, IndexError) as error:

@@ -116,7 +116,10 @@ class ExtensionPlanner:
             lead.append(match.group(1))
             at = match.end()
         # Most of a turn lies before the first letter that a tag may begin with, which is found much sooner than a tag.
-        first = min([at for letter in self._begins if (at := text.find(letter)) >= 0], default=len(text))
+        first = len(text)
+        for letter in self._begins:
+            if (at := text.find(letter, 0, first)) >= 0:
+                first = at
         return tuple(lead), tuple(self._tag.findall(text, first))
 
     def suffix(self, shape: Shape, new_messages: Sequence[dict[str, Any]], called: Iterable[str] = ()) -> str | None:

@@ -44,8 +44,8 @@ class WordEncoder:
 
     def __init__(self, tokenizer: Tokenizer, pattern: Pattern[str], form: str | None) -> None:
         self._form = form
-        words = _Words(tokenizer.model, pattern)
-        self._runs, self._spaced = _Runs(words), _Runs(words, " ")
+        words = _Words(tokenizer.model)
+        self._runs, self._spaced = _Runs(words, pattern), _Runs(words, pattern, " ")
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> WordEncoder | None:
@@ -73,8 +73,10 @@ class WordEncoder:
         while others and first[-1:].isspace():
             first += f" {others.pop(0)}"
         try:
-            between = map(self._spaced.__getitem__, others[:-1])
-            return b"".join([self._runs[first], *between, *[self._runs[f" {last}"] for last in others[-1:]]])
+            ids = [self._runs[first], *map(self._spaced.__getitem__, others[:-1])]
+            if others:
+                ids.append(self._runs[f" {others[-1]}"])
+            return b"".join(ids)
         except KeyError:  # another space follows white space, or the tokenizer itself must cut a run
             runs = [first]
         for piece in others:
@@ -89,21 +91,26 @@ class WordEncoder:
 
 
 class _Runs(dict[str, bytes]):
-    """Ids of each run of text; a long one is cut anew each time.
+    """Ids of each run of text; a long one is cut anew each time. KeyError: the tokenizer itself must cut it.
 
     Args:
         words: Ids of words.
+        pattern: What a word is.
         space: What stands before each run. With one, a run that ends with white space is a KeyError: it goes on.
     """
 
-    def __init__(self, words: _Words, space: str = "") -> None:
+    def __init__(self, words: _Words, pattern: Pattern[str], space: str = "") -> None:
         super().__init__()
-        self._words, self._space = words, space
+        self._words, self._split, self._space = words, pattern, space
 
     def __missing__(self, run: str) -> bytes:
         if self._space and (not run or run[-1].isspace()):
             raise KeyError(run)
-        ids = self._words.cut(self._space + run)
+        text = self._space + run
+        found = self._split.findall(text)
+        if _CONTROL_CHARACTER.search(text) or len("".join(found)) != len(text):
+            raise KeyError(run)  # what the expression passed over is not a word of its own
+        ids = b"".join(map(self._words.__getitem__, found))
         if len(run) <= _LONGEST_KEPT:
             if len(self) >= _KEPT:
                 self.clear()
@@ -114,16 +121,9 @@ class _Runs(dict[str, bytes]):
 class _Words(dict[str, bytes]):
     """Ids of each word."""
 
-    def __init__(self, model: Any, pattern: Pattern[str]) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self._model, self._letters, self._split = model, list(byte_alphabet().values()), pattern
-
-    def cut(self, run: str) -> bytes:
-        """Ids of the words of ``run``. KeyError: the tokenizer itself must cut it."""
-        found = self._split.findall(run)
-        if _CONTROL_CHARACTER.search(run) or len("".join(found)) != len(run):
-            raise KeyError(run)  # what the expression passed over is not a word of its own
-        return b"".join(map(self.__getitem__, found))
+        self._model, self._letters = model, list(byte_alphabet().values())
 
     def __missing__(self, word: str) -> bytes:
         if len(self) >= _KEPT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 from agentrl.errors import ConfigError
@@ -15,8 +16,9 @@ _NAMED = {other: name for name, others in _TABLES["other_names"].items() for oth
 _TAG_NAME = re.compile(r"[A-Za-z][\w-]*\Z")
 
 
+@functools.lru_cache(maxsize=256)
 def get_parser(name: str) -> Parser:
-    """The parser of a call format.
+    """The parser of a call format, one for all: it has no state.
 
     Args:
         name: ``none``, ``tags:<name>,<name>``, or one of :data:`FORMATS`. SGLang's names for them are understood too
