@@ -136,7 +136,7 @@ async def test_a_real_engine_gives_its_memory_back_and_answers_as_before(tmp_pat
     size = sum(tensor.nbytes for tensor in weights.values())
     engine = EngineProcess(EngineSpec(str(model), max_total_tokens=8192), log_dir=tmp_path)
     engine.start(240)
-    trainer = Trainer(weights, tmp_path / "weights", transport="disk")
+    trainer = Trainer(weights, tmp_path / "weights", transport="files")
     control = EngineControl(engine.url, engine.api_key)
     try:
         await trainer.bring(control, 0)

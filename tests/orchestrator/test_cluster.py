@@ -167,26 +167,31 @@ def test_a_ray_that_does_not_start_in_time_is_one_sentence(monkeypatch):
 SCRIPT = """
 import json, os, sys
 from ray.cluster_utils import Cluster as Nodes
-nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 4})
-nodes.add_node(num_cpus=4)
+nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 6, "num_gpus": 2})
+nodes.add_node(num_cpus=6, num_gpus=2)
 os.environ["RAY_ADDRESS"] = nodes.address
 from agentrl.processes.signals import Terminated, raise_on_signals
 from agentrl.orchestrator import cluster as module
-from agentrl.orchestrator.cluster import Bundle, Cluster
+from agentrl.orchestrator.cluster import Bundle, Cluster, bundles_of, on_gpus
+from agentrl.config import load_config
 from agentrl.errors import ConfigError
 from pathlib import Path
 import ray
 
-class Rank:
-    def node(self):
-        return ray.get_runtime_context().get_node_id()
+class Actor:
+    def place(self):
+        return ray.get_runtime_context().get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
-ranks = [Bundle(f"rank-{i}", node=i // 2) for i in range(4)]
-plan = lambda world: [*ranks, Bundle("manager")]
-with Cluster(plan, namespace="x", temp_dir=sys.argv[1]) as cluster:
-    assert len(cluster.world.addresses) == 2 and not cluster.world.has_gpu
-    actors = [ray.remote(Rank).options(**cluster.options(i)).remote() for i in range(5)]
-    print(json.dumps(ray.get([actor.node.remote() for actor in actors], timeout=120)))
+flags = ["--actor-num-nodes", "2", "--actor-num-gpus-per-node", "2", "--weight-snapshot-dir", sys.argv[1]]
+cfg = load_config(["--env", "search", "--colocate", *flags])
+with Cluster(lambda world: bundles_of(cfg, world), namespace="x", temp_dir=sys.argv[1]) as cluster:
+    assert len(cluster.world.addresses) == 2 and cluster.world.gpus == 4
+    options = [cluster.options(i) for i in range(9)]
+    ranks = [ray.remote(Actor).options(**option).remote() for option in options[:4]]
+    places = ray.get([rank.place.remote() for rank in ranks], timeout=120)
+    engines = on_gpus([gpu for _, gpu in places], options[4:8], 1)
+    others = [ray.remote(Actor).options(**option).remote() for option in [*engines, options[8]]]
+    print(json.dumps([*places, *ray.get([actor.place.remote() for actor in others], timeout=120)]))
     cluster.check_sees(Path(sys.argv[1]))
     try:
         cluster.check_sees(Path(sys.argv[1], "nowhere"))
@@ -198,15 +203,17 @@ nodes.shutdown()
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_ranks_land_on_two_machines(tmp_path):
-    """Two of Ray's nodes on this machine stand for two machines."""
+def test_ranks_land_on_two_machines_and_colocated_engines_on_their_gpus(tmp_path):
+    """Two of Ray's nodes on this machine stand for two machines, with GPUs that are not there."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=220, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     *_, places, refusal = done.stdout.splitlines()
-    where = json.loads(places)
-    assert where[0] == where[1] != where[2] == where[3]
+    *ranks, first, second, third, fourth, manager = json.loads(places)
+    assert ranks == [first, second, third, fourth], "each beside its rank, on the same GPU"
+    (one, _), (also, _), (two, _), (too, _) = ranks
+    assert one == also != two == too and {gpu for _, gpu in ranks} == {"0", "1"} and manager[1] == ""
     assert "does not see" in refusal and "nowhere" in refusal
 
 
