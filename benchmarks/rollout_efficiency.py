@@ -9,10 +9,9 @@ in two ways:
   the end of a batch, when few conversations are left, is the same. What is missing to 1 is the loop's own.
 - ``requests``: the recorded prompts, none of which waits for another; first turns first.
 
-No side finds what another one left in the prefix cache: each has a name of its own there (SGLang's ``extra_key``), and
-the loop tasks of its own. Until version 0.1 the bare load found every prompt cached and prefilled nothing; the engine
-then used a third less CPU time for it than for the loop. The three alternate, each round gives the ratios, the median
-counts.
+No side finds what another one left in the prefix cache: each has a name of its own there (SGLang's ``extra_key``),
+and the loop tasks of its own. Before, the bare load found every prompt cached and prefilled nothing. The three
+alternate, each round gives the ratios, the median counts.
 
     python benchmarks/rollout_efficiency.py [--concurrency 32 64] [--episodes 256] [--repeats 3] [--router]
     AGENTRL_API_KEY=... python benchmarks/rollout_efficiency.py --url http://127.0.0.1:30000
