@@ -243,8 +243,10 @@ class Cluster:
             self._await_nodes(ray, deadline)
             self.world = World.of(ray.nodes())
             self.bundles = list(self._plan(self.world))
-        log.info("Ray runs: %d GPUs, machines %s; %d actors", self.world.gpus, self.world.addresses, len(self.bundles))
         self._reserve(ray, deadline)
+        if not self.is_local:
+            self.world = World.of(ray.nodes())  # machines may have joined while there was no room yet
+        log.info("Ray runs: %d GPUs, machines %s; %d actors", self.world.gpus, self.world.addresses, len(self.bundles))
 
     def _reserve(self, ray: Any, deadline: float) -> None:
         own = None if self.is_local else ray.util.get_node_ip_address()
