@@ -210,7 +210,8 @@ def written(tree) -> str:
 
 
 def exact(tree):
-    return Fraction(tree) if isinstance(tree, int) else OPERATORS[tree[0]](exact(tree[1]), exact(tree[2]))
+    # A floor is an int, and an int divided by an int is a float.
+    return Fraction(tree if isinstance(tree, int) else OPERATORS[tree[0]](exact(tree[1]), exact(tree[2])))
 
 
 @given(tree=st.recursive(NUMBERS, nested, max_leaves=12))
