@@ -182,10 +182,13 @@ class Injector:
     def _resume(self) -> None:
         for entry in list(self._stopped):
             until, proc, fault = entry
-            if not is_running(proc) or time.time() >= until:
-                self._stopped.remove(entry)
+            ended = not is_running(proc)
+            if not ended and time.time() >= until:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     proc.send_signal(signal.SIGCONT if fault.kind == "delay" else signal.SIGKILL)
+                ended = fault.kind == "delay"  # one that is killed counts until it is gone
+            if ended:
+                self._stopped.remove(entry)
 
 
 class RetrieverServer:
