@@ -141,20 +141,24 @@ async def test_a_real_engine_gives_its_memory_back_and_answers_as_before(tmp_pat
     try:
         await trainer.bring(control, 0)
         before = await generated_by(engine.url, engine.api_key)
+        await generated_by(engine.url, engine.api_key, n=1000)  # what generating itself takes is there from now on
         held = pss(engine)
         running = asyncio.create_task(generated_by(engine.url, engine.api_key, n=1000))
         await asyncio.sleep(0.5)
         await control.release(timeout=60)
         assert not running.done()
-        assert held - pss(engine) > 0.9 * size > 10 << 20
+        released = pss(engine)
+        assert held - released > 0.9 * size > 10 << 20
         assert not await control.can_generate(timeout=1)
         await control.resume(timeout=60)
         await control.resume(timeout=60)
         await trainer.sync.update([control])
         assert len((await running)["output_ids"]) == 1000
         again = await generated_by(engine.url, engine.api_key)
-        assert again["output_ids"] == before["output_ids"] and logprobs(again) == logprobs(before)
-        assert abs(pss(engine) - held) < 0.3 * size
+        # What was cached of the prompt differs, and with it how sums are rounded.
+        assert again["output_ids"] == before["output_ids"]
+        assert logprobs(again) == pytest.approx(logprobs(before), abs=1e-5)
+        assert pss(engine) - released > 0.9 * size
     finally:
         await trainer.close()
         await control.close()
