@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import json
 import os
-import select
 import shutil
 import signal
 import socket
@@ -22,6 +21,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import wait as readable
 from pathlib import Path
 
 from agentrl.processes.warden import scratch_folder
@@ -103,8 +103,7 @@ class Arguments:
         """Wait for the owner. This process then has its variables, log and arguments, and dies with it.
         Raises SystemExit: the process that started this one is gone."""
         while True:
-            ready, _, _ = select.select([self._listener, sys.stdin], [], [])
-            if self._listener not in ready:
+            if self._listener not in readable([self._listener, sys.stdin.fileno()]):
                 raise SystemExit(0)
             connection, _ = self._listener.accept()
             with connection.makefile("rb") as lines:
@@ -145,14 +144,14 @@ class AheadProcess:
 
     def poll(self) -> int | None:
         """None while it runs."""
-        if self.returncode is None and select.select([self._fd], [], [], 0)[0]:
+        if self.returncode is None and readable([self._fd], 0):
             self._ended()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Raises ``subprocess.TimeoutExpired``."""
         if self.returncode is None:
-            if not select.select([self._fd], [], [], timeout)[0]:
+            if not readable([self._fd], timeout):
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
             self._ended()
         return self.returncode or 0

@@ -14,7 +14,6 @@ from __future__ import annotations
 import collections
 import os
 import secrets
-import select
 import shutil
 import socket
 import subprocess
@@ -24,6 +23,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import wait as readable
 from pathlib import Path
 
 from agentrl.errors import EngineError
@@ -173,7 +173,7 @@ class ServerProcess:
                 watched.append(os.pidfd_open(pid))
             if not all(map(is_running, self._needed)):
                 return True
-            return bool(select.select(watched, [], [], timeout)[0])
+            return bool(readable(watched, timeout))
         except ProcessLookupError:
             return True
         finally:

@@ -19,7 +19,6 @@ import glob
 import json
 import logging
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -27,6 +26,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator
+from multiprocessing.connection import wait as readable
 from typing import Self
 
 from agentrl.processes.tree import Process, descendants, end_tree, is_running
@@ -193,8 +193,7 @@ def watch(driver_pid: int, interval: float, pipe: int = 0) -> None:
         recorded = {proc for proc in recorded if is_running(proc)}
         recorded.update(proc for proc in descendants(driver_pid, include_root=False) if proc.pid != me)
         # Orphans keep their own children: follow those too.
-        readable, _, _ = select.select([pipe], [], [], interval)
-        if not readable:
+        if not readable([pipe], interval):
             continue
         data = os.read(pipe, 65536)
         if not data:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -114,6 +115,10 @@ def test_not_healthy_in_time(tmp_path: Path) -> None:
 def test_wait_returns_when_the_server_ends(tmp_path: Path) -> None:
     server = DummyServer(tmp_path)
     server.start(30)
+    # A process with a thousand connections: select(2) takes no descriptor above 1,023.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 4096), hard), hard))
+    many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
     try:
         assert not server.wait(0.05)
         threading.Timer(0.2, os.kill, (server.pid, signal.SIGKILL)).start()
@@ -121,6 +126,9 @@ def test_wait_returns_when_the_server_ends(tmp_path: Path) -> None:
         assert server.wait(30)
         assert time.monotonic() - started < 10
     finally:
+        for descriptor in many:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         server.stop()
 
 
