@@ -9,6 +9,7 @@ environment, in wrappers or not.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.metadata
 import inspect
 import re
@@ -216,6 +217,7 @@ def _gym_spec(entry: EnvEntry, arguments: dict[str, Any]) -> EnvSpec:
     return EnvSpec(id=f"agentrl/{name}-v0", entry_point=f"{__name__}:make", kwargs={"spec": spec, **kwargs})
 
 
+@functools.cache  # reads a file of each installed package, and a run makes a thousand environments
 def _entry_points() -> list[importlib.metadata.EntryPoint]:
     return list(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
 
