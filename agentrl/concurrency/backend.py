@@ -64,9 +64,9 @@ class Backend:
             return
         with self._lock:
             if self in Backend.away:
+                log.warning("%s is back after %.0f s", self.name, self.seconds)
                 Backend.away.remove(self)
                 self._answered.set()
-                log.warning("%s is back after %.0f s", self.name, self.seconds)
 
     @property
     def seconds(self) -> float:

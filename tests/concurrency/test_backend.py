@@ -45,13 +45,13 @@ async def test_who_begins_waits_until_it_answers(caplog: pytest.LogCaptureFixtur
     assert str(errors[1]) == "the wiki is away: connection refused"
     waiting = asyncio.create_task(Backend.all_there())
     await asyncio.sleep(0.05)
-    assert not waiting.done() and Backend.what_is_away() == "the wiki is away for 0 s"
+    assert not waiting.done() and Backend.what_is_away().startswith("the wiki is away for ")
     server.let.set()
     await asyncio.wait_for(waiting, 20)
     assert server.probes == 4 and Backend.what_is_away() == ""
     said = [record.getMessage() for record in caplog.records]
     assert said[0].startswith("the wiki is away: no route to host; no episode begins until it answers, for 300 s")
-    assert said[1] == "the wiki is back after 0 s" and len(said) == 2
+    assert said[1].startswith("the wiki is back after ") and len(said) == 2
 
 
 async def test_an_answer_to_anybody_is_an_answer() -> None:
@@ -67,6 +67,6 @@ async def test_one_that_stays_away_ends_the_run_as_another_start_may_cure_it() -
     server.let.set()
     wiki = Backend("the wiki", server.probe, patience=0.01)
     wiki.down("connection refused")
-    with pytest.raises(LostError, match=r"the wiki has been away for 0 s \(.*refused\), longer than the 0.01 s"):
+    with pytest.raises(LostError, match=r"the wiki has been away for \d+ s \(.*refused\), longer than the 0.01 s"):
         await asyncio.wait_for(Backend.all_there(), 20)
     assert LostError.exit_code == 5
