@@ -69,6 +69,14 @@ FLAGS = (
     *("--rollout-health-check-interval", "3", "--rollout-health-check-timeout", "8", "--train-stall-timeout", "30"),
 )
 
+MODES: dict[str, tuple[str, ...]] = {
+    "taking turns": (),
+    "asynchronous": ("--async-buffer-size", "2"),
+    "co-located": ("--colocate",),
+    "partial rollouts": ("--async-buffer-size", "1", "--partial-rollout", "--over-sampling-batch-size", "24"),
+}
+"""How the trainings go, one after the other."""
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -262,8 +270,9 @@ def chaos(folder: Path, *, minutes: float, seed: int, kills: int | None, say: Ca
                     return
                 yield fault
 
-        say(f"training {number + 1}: {run}")
-        problems = training(run, seed + number, faults(), note, ends + ROUND_S)
+        mode = list(MODES)[(seed + number) % len(MODES)]
+        say(f"training {number + 1}, {mode}: {run}")
+        problems = training(run, seed + number, MODES[mode], faults(), note, ends + ROUND_S)
         for problem in problems:
             say(f"  wrong: {problem}")
         restarts = (folder / f"{run.name}.txt").read_text(errors="replace").count("] attempt ")
@@ -278,16 +287,21 @@ def chaos(folder: Path, *, minutes: float, seed: int, kills: int | None, say: Ca
 
 
 def training(
-    run: Path, seed: int, faults: Iterator[Fault], note: Callable[[Fault, str, int], None], ends: float
+    run: Path,
+    seed: int,
+    mode: Sequence[str],
+    faults: Iterator[Fault],
+    note: Callable[[Fault, str, int], None],
+    ends: float,
 ) -> list[str]:
-    """One training under these faults, to its end; what is wrong afterwards."""
+    """One training in this mode under these faults, to its end; what is wrong afterwards."""
     shared = list(Path("/dev/shm").glob("*"))
     # Short, because Unix sockets lie in it; its own, so that whatever stays in it is this run's.
     temporary = Path(tempfile.mkdtemp(prefix="c-"))
     retriever = RetrieverServer(run.with_suffix(".retriever.txt"))
     command = [
         *(sys.executable, "-m", "agentrl.cli.main", "train", *FLAGS, "--seed", str(seed), "--output-dir", str(run)),
-        *("--env-arg", f"retriever=http://127.0.0.1:{retriever.port}"),
+        *("--env-arg", f"retriever=http://127.0.0.1:{retriever.port}", *mode),
     ]
     try:
         with run.with_suffix(".txt").open("wb") as output:

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from agentrl.config import load_config
 from agentrl.orchestrator import chaos
 from agentrl.orchestrator.chaos import Fault, Injector, Verdict, report, role_of, schedule, victim
 from agentrl.processes.tree import descendants, is_running
@@ -137,6 +138,17 @@ def test_a_hung_process_is_killed_should_nobody_do_so_and_nothing_else_happens_m
     while is_running(made.rank):
         assert made.done == ["hang rank"]
         made.injector.turn()
+
+
+@pytest.mark.parametrize("mode", chaos.MODES)
+def test_a_training_takes_the_options_of_its_mode(mode: str) -> None:
+    cfg = load_config([*chaos.FLAGS, *chaos.MODES[mode]])
+    assert cfg.auto_resume and (cfg.colocate, bool(cfg.async_buffer_size)) == {
+        "taking turns": (False, False),
+        "asynchronous": (False, True),
+        "co-located": (True, False),
+        "partial rollouts": (False, True),
+    }[mode]
 
 
 def test_the_report_counts() -> None:
