@@ -8,7 +8,8 @@ with ``--async-buffer-size 0`` and with a buffer, alternating::
 Prints the steps an hour of each (from the second step on), their ratio, how old trained tokens were, the share of the
 time that the trainer waited, the share in which no request was in flight (with a buffer; without one, of rollouts),
 and the success of the last training step. Target: ratio at least 1.8, success alike. ``--idle``: only the run with a
-buffer, where engines and tools take longer than the trainer: no request may be in flight for at most 10 % of the time.
+buffer, with few episodes at once (``--concurrency``), so that the trainer waits for them; of the steps after the first
+and before the last, towards which no more episodes begin: no request may be in flight for at most 10 % of the time.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def run_once(ahead: int, folder: Path, args: argparse.Namespace) -> dict[str, fl
     command = [
         *(sys.executable, "-m", "agentrl.cli.main", "train", "--env", f"{Path(__file__).resolve()}:SlowSearch"),
         *("--num-rollout", str(args.steps), "--rollout-batch-size", str(args.tasks), "--save-interval", "0"),
-        *("--rollout-concurrency", "1024", "--tool-timeout", "30", "--async-buffer-size", str(ahead)),
+        *("--rollout-concurrency", str(args.concurrency), "--tool-timeout", "30", "--async-buffer-size", str(ahead)),
         *("--eval-interval", "0", "--max-turns", "4", "--output-dir", str(folder)),
     ]
     log = folder.with_suffix(".log")
@@ -56,7 +57,7 @@ def run_once(ahead: int, folder: Path, args: argparse.Namespace) -> dict[str, fl
     if code:
         raise SystemExit(f"the run failed with exit code {code}:\n{log.read_text()[-3000:]}")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "train/loss" in line][1:]
+    steps = [line for line in lines if "train/loss" in line][1 : -ahead if args.idle else None]
     seconds = [line["time/step"] for line in steps]
     return {
         "steps_per_hour": 3600 * len(steps) / sum(seconds),
@@ -74,6 +75,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--tasks", type=int, default=8, help="tasks of a rollout")
     parser.add_argument("--buffer", type=int, default=2)
+    parser.add_argument("--concurrency", type=int, default=1024, help="episodes in play at once")
     parser.add_argument("--idle", action="store_true", help="only how long no request is in flight")
     args = parser.parse_args()
     ratios = []

@@ -1,8 +1,9 @@
 """Turns a second of two rollout workers against one, and by how much event loops lag with thousands in flight.
 
 The workers are real: Ray actors with the episode loop, the client, a chat template, a ToolEnv and its tool. The engine
-is scripted: a process that answers each request on loopback after 50 ms and costs as little as Python allows, since on
-two cores its time comes out of the workers'. Ideal is therefore two, less what engine and manager take.
+is scripted: a process that answers each request on loopback after 50 ms, in steps as engines do, and costs as little as
+Python allows, since on two cores its time comes out of the workers'. Ideal is therefore two, less what engine and
+manager take.
 
 - ratio: 1,024 episodes in flight in all; pools of one and of two workers play the same groups in turn.
 - lag: 4,096 episodes in flight over two workers; the 99th percentile of by how much a timer is late, in the workers and
@@ -17,15 +18,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import json
 import multiprocessing
 import os
 import random
+import select
+import socket
 import statistics
 import sys
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -40,53 +45,61 @@ from agentrl.rollout.worker import LoopLag, RareCollection
 from agentrl.types import Task
 
 RATIO, LAG_S = 1.6, 0.5
-GROUP, LATENCY_S, SAMPLED = 8, 0.05, 64
+GROUP, LATENCY_S, STEP_S, SAMPLED = 8, 0.05, 0.005, 64
 CALL = '\n<tool_call>\n{"name": "search", "arguments": {"query": "who wrote it", "page": 3}}\n</tool_call>'
 WORDS = english()
 drawn = random.Random(1)
 
 
 def page() -> str:
-    start = drawn.randrange(len(WORDS) - 90)
-    return " ".join(WORDS[start : start + 90])
+    start = drawn.randrange(len(WORDS) - 85)
+    return " ".join(WORDS[start : start + 85])
 
 
 Lookup = lookup(page, lambda: " ".join(WORDS[:100]), TURNS)
 """What workers play: ``workers.py:Lookup``."""
 
 
-class ScriptedEngine(asyncio.Protocol):
-    """Answers every request the same, ``LATENCY_S`` later; looks at nothing but its length."""
-
-    reply = b""
-
-    def connection_made(self, transport: Any) -> None:
-        self.transport, self.missing = transport, 0
-
-    def data_received(self, data: bytes) -> None:
-        if not self.missing:
-            head = data.index(b"\r\n\r\n") + 4
-            at = data.index(b"Content-Length: ") + 16
-            self.missing = head + int(data[at : data.index(b"\r", at)])
-        self.missing -= len(data)
-        if not self.missing:
-            asyncio.get_running_loop().call_later(LATENCY_S, self.transport.write, self.reply)
-
-
 def serve(body: bytes, port: Any) -> None:
-    ScriptedEngine.reply = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-
-    async def main() -> None:
-        server = await asyncio.get_running_loop().create_server(ScriptedEngine, "127.0.0.1", 0, backlog=8192)
-        port.send(server.sockets[0].getsockname()[1])
-        await server.serve_forever()
-
-    try:
-        import uvloop
-
-        uvloop.run(main())
-    except ImportError:
-        asyncio.run(main())
+    """Answers every request the same, ``LATENCY_S`` later; looks at nothing but its length. Like an engine it works in
+    steps: it reads and answers every ``STEP_S``, so that a request costs no wake-up of its own."""
+    reply = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    listener = socket.create_server(("127.0.0.1", 0), backlog=8192)
+    listener.setblocking(False)
+    events = select.epoll()
+    events.register(listener, select.EPOLLIN)
+    connections: dict[int, socket.socket] = {}
+    missing: dict[int, int] = {}
+    due: deque[tuple[float, socket.socket]] = deque()
+    port.send(listener.getsockname()[1])
+    while True:
+        for number, _ in events.poll():
+            if number == listener.fileno():
+                with contextlib.suppress(BlockingIOError):
+                    while True:
+                        connection, _ = listener.accept()
+                        connections[connection.fileno()], missing[connection.fileno()] = connection, 0
+                        events.register(connection, select.EPOLLIN)
+                continue
+            data = connections[number].recv(1 << 16)
+            if not data:
+                events.unregister(number)
+                connections.pop(number).close()
+                continue
+            if not missing[number]:
+                head = data.index(b"\r\n\r\n") + 4
+                at = data.index(b"Content-Length: ") + 16
+                missing[number] = head + int(data[at : data.index(b"\r", at)])
+            missing[number] -= len(data)
+            if not missing[number]:
+                due.append((time.monotonic() + LATENCY_S, connections[number]))
+        while due:
+            time.sleep(STEP_S)
+            now = time.monotonic()
+            while due and due[0][0] <= now:
+                due.popleft()[1].sendall(reply)
+            if events.poll(0):
+                break
 
 
 def reply_of(cfg: Config, model: str) -> bytes:
