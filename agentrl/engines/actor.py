@@ -83,7 +83,7 @@ class RayEngine:
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the actor. Raises EngineError: what the method raised, or the actor is gone."""
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import RayError, RayTaskError
 
         try:
             return await getattr(self._handle, method).remote(*args)
@@ -91,7 +91,7 @@ class RayEngine:
             if isinstance(error.cause, EngineError):
                 raise error.cause from None
             raise EngineError(f"engine actor: {error}") from error
-        except RayActorError as error:
+        except RayError as error:
             raise EngineError(f"the actor of an engine is gone: {error}") from error
 
     async def end(self, grace: float = 2.0) -> None:
@@ -117,6 +117,8 @@ class PooledEngine:
     engine: LocalEngine | RayEngine | None = None
     control: EngineControl | None = None
     watch: asyncio.Task[None] | None = None
+    ending: asyncio.Task[None] | None = None
+    """What is left of the engine that was here before goes."""
     served_at: float | None = None
     """When it began to take requests, monotonic."""
     failed: int = 0

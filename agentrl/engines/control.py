@@ -104,6 +104,7 @@ class EngineControl:
         self.closed = False  # its engine was given up
         self.released = False
         """It may have no memory: it can neither generate nor be asked for its weights."""
+        self._gave_back = False  # it said so
 
     def __repr__(self) -> str:
         return f"EngineControl({self.url})"
@@ -188,15 +189,19 @@ class EngineControl:
     # Memory.
 
     async def release(self, *, timeout: float) -> None:
-        """Stop generating and give the memory back. Requests in flight wait in the queue, and new ones with them."""
+        """Stop generating and give the memory back. Requests in flight wait in the queue, and new ones with them.
+        Nothing where it did: SGLang stashes the model's buffers, and would stash them anew when nothing is in them."""
+        if self._gave_back:
+            return
         self.released = True  # also where the answer is lost
         await self.in_turn([pausing(), RELEASE], timeout=timeout)
+        self._gave_back = True
 
     async def resume(self, *, timeout: float) -> None:
         """Have the memory again, if it was released. The engine still stands: it needs weights first."""
         if self.released:
             await self._post(*RESUME, timeout=timeout)
-            self.released = False
+            self.released = self._gave_back = False
 
     # Health.
 

@@ -22,7 +22,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -266,6 +266,8 @@ class EnginePool:
             async with self._changed:  # one that starts has memory, too
                 await self._changed.wait_for(lambda: STARTING not in self.states())
             await self._each(self.engines(SERVING, PENDING), lambda e: e.release(timeout=_RELEASE_S))
+            if ending := [place.ending for place in self._places if place.ending is not None]:
+                await asyncio.wait(ending)  # one that died before has memory until it is gone
 
     async def _each(
         self, engines: Sequence[EngineControl], call: Callable[[EngineControl], Awaitable[None]]
@@ -358,7 +360,7 @@ class EnginePool:
             return None
         lasted = place.served_at is not None and time.monotonic() - place.served_at > _LASTS_S
         place.failed, place.served_at = 0 if lasted else place.failed + 1, None
-        ended = self._spawn(self._empty(place))
+        ended = self._empty(place)
         if place.failed >= self.max_failed_starts:
             why = f"engines failed {place.failed} times in a row within {_LASTS_S:g} s of taking requests: {reason}"
             self._spawn(self._give_up(place, why, ended))
@@ -367,8 +369,8 @@ class EnginePool:
             self._spawn(self._replacing(place, ended))
         return ended
 
-    def _empty(self, place: PooledEngine) -> Coroutine[Any, Any, None]:
-        """Empty the place now; what is left of its engine goes when the result is awaited."""
+    def _empty(self, place: PooledEngine) -> asyncio.Task[None]:
+        """Empty the place now; the result ends when what is left of its engine is gone."""
         engine, control, of = place.engine, place.control, place.name
         if place.watch is not None and place.watch is not asyncio.current_task():
             place.watch.cancel()
@@ -387,7 +389,8 @@ class EnginePool:
             if engine is not None:
                 await engine.end(grace=0.0)  # it failed, and its requests wait for the next one
 
-        return end()
+        place.ending = self._spawn(end())
+        return place.ending
 
     async def _replacing(self, place: PooledEngine, end_old: Awaitable[None]) -> None:
         await end_old

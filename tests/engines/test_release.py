@@ -42,6 +42,8 @@ async def test_released_engines_are_asked_for_nothing_until_they_have_weights_ag
         assert all(asked.count(RESUME) == 1 for asked in calls), "SGLang's scheduler ends at a second one"
         assert all(asked.index(RESUME) > asked.index(RELEASE) for asked in calls)
         await pool.release()
+        await pool.release()
+        assert all(asked.count(RELEASE) == 2 for asked in calls), "once each time: buffers are stashed before they go"
         await bring(pool, 1)
         assert (await generate(pool))["meta_info"]["weight_version"] == "1", "the same weights again"
 
@@ -91,6 +93,33 @@ async def test_one_that_starts_meanwhile_is_waited_for_and_released(
         assert RELEASE in engines()[2].server.calls
         await update(pool, sender, 1)
         assert pool.states() == [SERVING, SERVING] and engines()[2].server.version == "1"
+
+
+async def test_one_that_died_before_is_gone_when_the_memory_is_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gone = asyncio.Event()
+    end = FakeLocalEngine.end
+
+    async def end_when_told(self: FakeLocalEngine, grace: float = 2.0) -> None:
+        await gone.wait()
+        await end(self, grace)
+
+    async with pooled(monkeypatch, tmp_path) as (pool, sender):
+        await pool.start()
+        await update(pool, sender, 0)
+        monkeypatch.setattr(FakeLocalEngine, "end", end_when_told)
+        await engines()[0].die()
+        await until(lambda: pool.states() != [SERVING, SERVING])
+        releasing = asyncio.create_task(pool.release())
+        await until(lambda: RELEASE in engines()[1].server.calls)
+        await asyncio.sleep(0.05)
+        assert not releasing.done(), "of its processes some may live"
+        gone.set()
+        await releasing
+        assert len(engines()) == 2
+        await update(pool, sender, 1)
+        await until(lambda: pool.states() == [SERVING, SERVING])
 
 
 async def test_one_that_dies_without_its_memory_comes_back_with_the_others(
