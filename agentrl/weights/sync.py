@@ -222,8 +222,8 @@ class WeightSync:
         steps: list[Callable[[], Awaitable[Any]]] = []
         if engine in run.failed and (retire := self.retire) is not None:
             steps.append(lambda: retire(engine))
+        steps.append(lambda: engine.abort(timeout=limit))
         if engine in run.touched:
-            steps.append(lambda: engine.abort(timeout=limit))
             steps.append(lambda: engine.end_weight_update(timeout=limit, missing_ok=True))
         steps.append(lambda: engine.continue_(timeout=limit))
         for step in steps:

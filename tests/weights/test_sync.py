@@ -21,7 +21,7 @@ from agentrl.weights.transports.broadcast import Broadcast
 from agentrl.weights.transports.files import Files
 from tests.engines.fake_engine import KEY, FakeEngine
 
-FAST = Deadlines(pause=0.4, connect=0.8, bucket=0.4, disk=0.4, resume=1.5, verify=0.8)
+FAST = Deadlines(pause=0.8, connect=1.2, bucket=0.8, disk=0.8, resume=1.5, verify=1.2)
 BUCKETS = tuple(Bucket((name,), ("float32",), ((1,),), 4) for name in "abc")
 HERE = str(Path(__file__).parent)
 FAULTS = ("error", "refuse", "drop", "drop_after", "hang", "hang_after")
@@ -204,6 +204,7 @@ async def one_fault(transport: str, route: str, fault: str) -> None:
         assert healthy.version == "3"
         assert report.synced == [healthy.url]
         assert list(report.failed) == [faulty.url] == retired
+        assert "/abort_request" in faulty.calls, "its requests go on elsewhere"
         for engine in engines:
             assert_runs(engine)
 
