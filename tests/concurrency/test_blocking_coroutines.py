@@ -37,11 +37,10 @@ async def naps() -> str:
     return str(threading.get_ident())
 
 
-@tool
-async def waits() -> str:
-    """Does not block."""
-    await asyncio.sleep(LONG)
-    return str(id(asyncio.get_running_loop()))
+@pytest.fixture
+def later(monkeypatch):
+    """Blocking counts from a fifth of a second on: no pause of a busy machine is as long."""
+    monkeypatch.setattr(event_loop, "HELD_SECONDS", 0.2)
 
 
 async def called(name: str, made: Any, timeout: float = 5.0) -> Any:
@@ -59,17 +58,23 @@ def test_one_that_blocks_is_named_once_and_runs_in_a_thread_after_that(caplog):
     assert "tool 'naps' (test_blocking_coroutines.py:" in record.message and "plain `def`" in record.message
 
 
-def test_one_that_waits_stays_on_the_loop(caplog):
+def test_one_that_waits_stays_on_the_loop(caplog, later):
+    @tool
+    async def waits() -> str:
+        """Does not block."""
+        await asyncio.sleep(0.3)
+        return str(id(asyncio.get_running_loop()))
+
     async def main() -> None:
-        loops = {(await called("waits", waits)).observation for _ in range(4)}
+        loops = {(await called("waits", waits)).observation for _ in range(3)}
         assert loops == {str(id(asyncio.get_running_loop()))}
 
     asyncio.run(main())
     assert not caplog.records
 
 
-def test_a_single_delay_moves_nothing():
-    delays = iter([LONG, 0, 0])
+def test_a_single_delay_moves_nothing(later):
+    delays = iter([0.3, 0, 0])
 
     @tool
     async def imports() -> str:
@@ -84,8 +89,14 @@ def test_a_single_delay_moves_nothing():
 
 
 def test_a_timeout_counts_on_the_loop_and_off_it():
+    @tool
+    async def sleeps() -> str:
+        """Blocks for much longer than it may."""
+        time.sleep(0.3)
+        return ""
+
     async def main() -> list[Any]:
-        return [await called("naps", naps, timeout=LONG / 3) for _ in range(4)]
+        return [await called("sleeps", sleeps, timeout=0.01) for _ in range(4)]
 
     for result in asyncio.run(main()):
         assert result.error is not None and result.error.type is ToolErrorType.TIMEOUT
@@ -193,7 +204,13 @@ def test_environments_rewards_and_tasks_are_moved_too(make, named):
     assert all(any(name in what for what in moved) for name in named), moved
 
 
-def test_what_waits_for_another_is_not_blamed_for_it():
+def test_what_waits_for_another_is_not_blamed_for_it(later):
+    @tool
+    async def naps() -> str:
+        """Blocks."""
+        time.sleep(0.3)
+        return ""
+
     class Outer(agentrl.ToolEnv):
         tools = [naps]
         tasks = {"train": [("a", "b")], "test": [("c", "d")]}

@@ -61,7 +61,7 @@ async def test_a_trajectory_stays_on_its_engine_and_trajectories_spread(tmp_path
                 assert await post(session, router, key, rid=f"{key}-{turn}") == 200
         by_engine = [{rid.rsplit("-", 1)[0] for rid in engine.generated} for engine in engines]
         assert sum(map(len, by_engine)) == len(keys)
-        assert all(len(served) >= 4 for served in by_engine)
+        assert all(len(served) >= 2 for served in by_engine)
 
 
 async def test_keys_are_asked_for_and_not_shown(tmp_path: Path) -> None:

@@ -108,9 +108,11 @@ async def test_weights_reach_engines_over_a_slow_network() -> None:
 async def test_an_engine_whose_answer_to_an_update_is_lost_is_replaced_and_the_others_go_on() -> None:
     """It may have the version or not: nobody knows."""
 
+    soon = Deadlines(pause=2.0, connect=2.0, bucket=2.0, disk=2.0, resume=1.5, verify=2.0)
+
     async def lost(transport: str, fault: str) -> None:
         async with behind([{}, {"stall_s": 60}]) as (fakes, networks, controls, sender):
-            sync = syncing(sender, transport=transport)
+            sync = syncing(sender, transport=transport, deadlines=soon)
             assert (await attempt(sync, controls, 1)).failed == {}
             networks[1].always = fault
             async with asyncio.timeout(60):

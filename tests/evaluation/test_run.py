@@ -1,10 +1,12 @@
 """`agentrl eval` against a server: what it writes, says and returns, and how it goes on after anything."""
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -165,7 +167,7 @@ def test_the_time_limit_of_the_whole_run(run_eval, out, capsys):
         time.sleep(0.15)
         return adds()(body)
 
-    flags = ["--concurrency", "1", "--eval-time-limit", "0.7"]
+    flags = ["--concurrency", "1", "--eval-time-limit", "2"]  # of 3.6 s at least
     with FakeOpenAI(slow) as server:
         assert run_eval(server, *flags) == 1
         played = summary(out)["episodes"]
@@ -258,19 +260,34 @@ def test_a_training_run_is_no_place_for_an_evaluation(run_eval, out):
         run_eval(server)
 
 
-def test_an_evaluation_that_is_killed_goes_on(sums, out):
-    def slow(body):
-        time.sleep(0.1)
+@pytest.fixture
+def gate():
+    over = threading.Event()
+    yield over
+    over.set()
+
+
+def stopping(after, gate):
+    """Answers so many requests; the others wait until the gate is open."""
+    asked = itertools.count(1)
+
+    def answer(body):
+        if next(asked) > after:
+            gate.wait(60)
         return adds()(body)
 
-    with FakeOpenAI(slow) as server:
+    return answer
+
+
+def test_an_evaluation_that_is_killed_goes_on(sums, out, gate):
+    with FakeOpenAI(stopping(8, gate)) as server:  # two episodes at once: of five, three at least are over
         command = [sys.executable, "-m", "agentrl.cli.main", "eval", "--env", sums, "--base-url", server.url]
         command += ["--model", "m", "--concurrency", "2", "--output-dir", str(out)]
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         first = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=out.parent)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and (
-            not (out / "trajectories.jsonl").is_file() or len(lines_so_far(out)) < 3
+            not (out / "trajectories.jsonl").is_file() or len(lines_so_far(out)) < 3 or len(server.bodies) < 10
         ):
             assert first.poll() is None, first.stderr.read()
             time.sleep(0.02)
@@ -280,6 +297,7 @@ def test_an_evaluation_that_is_killed_goes_on(sums, out):
         there = {json.loads(line)["trajectory_id"] for line in lines_so_far(out)}
         assert 3 <= len(there) < 12 and not (out / "summary.json").exists()
         asked = len(server.bodies)
+        gate.set()
         again = subprocess.run(command, env=env, capture_output=True, text=True, timeout=90, cwd=out.parent)
         assert again.returncode == 0, again.stderr
         assert len(server.bodies) - asked == 2 * (12 - len(there)), "only what was missing"
@@ -292,12 +310,8 @@ def lines_so_far(folder):
     return [line for line in (folder / "trajectories.jsonl").read_bytes().splitlines(True) if line.endswith(b"\n")]
 
 
-def test_an_interrupted_evaluation_leaves_a_summary(sums, out):
-    def slow(body):
-        time.sleep(0.1)
-        return adds()(body)
-
-    with FakeOpenAI(slow) as server:
+def test_an_interrupted_evaluation_leaves_a_summary(sums, out, gate):
+    with FakeOpenAI(stopping(4, gate)) as server:
         command = [sys.executable, "-m", "agentrl.cli.main", "eval", "--env", sums, "--base-url", server.url]
         command += ["--model", "m", "--concurrency", "1", "--output-dir", str(out)]
         env = {**os.environ, "PYTHONPATH": str(ROOT)}

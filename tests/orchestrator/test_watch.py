@@ -132,8 +132,9 @@ def test_a_broken_connection_is_asked_again():
     assert handle.left == 0
 
 
-def test_an_error_that_follows_from_a_death_gives_way_to_it():
+def test_an_error_that_follows_from_a_death_gives_way_to_it(monkeypatch):
     """A rank's partner in a collective fails sooner than Ray has word of the death."""
+    monkeypatch.setattr(watch, "GRACE_S", 30.0)
 
     async def collective() -> None:
         asyncio.get_running_loop().call_later(0.05, dead.set)

@@ -41,8 +41,8 @@ if "ends" in do:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, end)
 if "waits" in do:
-    open(folder + "/waiting", "w").close()
     try:
+        open(folder + "/waiting", "w").close()
         time.sleep(60)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -160,7 +160,7 @@ def test_a_hanging_engine_meets_the_deadline(run):
 def test_a_hanging_attempt_is_sent_again(run):
     server, _, generation = play(run, "hang", good(10), attempt_timeout=0.2)
     assert generation.tokens.tolist() == [10]
-    assert [h["X-SMG-Routing-Key"] for h in server.headers] == ["t-0", "t-0~1"]
+    assert [h["X-SMG-Routing-Key"] for h in server.headers[:2]] == ["t-0", "t-0~1"]
 
 
 def test_a_killed_engine_that_comes_back_costs_time_only(run):
@@ -170,7 +170,8 @@ def test_a_killed_engine_that_comes_back_costs_time_only(run):
             while not server.bodies:
                 await asyncio.sleep(0.01)
             await server.stop()  # the request in flight is cut
-            await asyncio.sleep(0.3)  # refused connections meanwhile
+            while client.counters.retries < 2:  # refused connections meanwhile
+                await asyncio.sleep(0.01)
             assert not request.done()
             await server.start()
             return await request, client.counters.retries

@@ -220,10 +220,19 @@ def test_making_and_closing_block_nobody(run, chat):
 
 
 def test_cancelling_a_group_closes_its_environments(run, chat):
+    asked = 0
+
+    class Hanging(ScriptedClient):
+        async def generate(self, ids, params, **kwargs):
+            nonlocal asked
+            asked += 1
+            await asyncio.sleep(60)
+
     async def go():
-        runner = runner_for(chat, client=ScriptedClient([CALL], chat, latency=30))
+        runner = runner_for(chat, client=Hanging([CALL], chat))
         group = asyncio.create_task(runner.run_group(TASK, 3, "g"))
-        await asyncio.sleep(0.1)
+        while asked < 3:
+            await asyncio.sleep(0.001)
         group.cancel()
         with pytest.raises(asyncio.CancelledError):
             await group
@@ -264,7 +273,7 @@ def test_loop_lag_sees_a_blocking_call(run):
         await lag.stop()
         return lag.metrics()
 
-    assert 0.15 < run(go())["event_loop_lag_max"] < 1
+    assert 0.15 < run(go())["event_loop_lag_max"] < 10
 
 
 # -- custom generate functions ------------------------------------------------------------------------
@@ -337,7 +346,7 @@ def test_custom_over_the_environment(run, chat):
 def test_custom_functions_cannot_outlive_a_budget(run, chat):
     trajectory = custom(run, chat, swallowing, limits=EpisodeLimits(max_turns=2))
     assert trajectory.stop_reason is StopReason.MAX_TURNS and trajectory.num_turns == 2
-    trajectory = custom(run, chat, hanging, limits=EpisodeLimits(timeout_s=0.3))
+    trajectory = custom(run, chat, hanging, limits=EpisodeLimits(timeout_s=1.0))
     assert trajectory.stop_reason is StopReason.TIMEOUT
 
 
