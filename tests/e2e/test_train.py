@@ -95,7 +95,7 @@ def test_a_run_whose_rank_is_killed_goes_on_by_itself(start, tmp_path):
     """No task is lost, and none is trained twice."""
     run = tmp_path / "run"
     command = start(
-        "train", "--env", "search", *SMALL, "--num-rollout", "3", "--save-interval", "1", "--eval-interval", "0",
+        "train", "--env", "search", *SMALL, "--num-rollout", "6", "--save-interval", "1", "--eval-interval", "0",
         "--auto-resume", "--output-dir", str(run),
     )  # fmt: skip
     command.wait_until((run / "checkpoints" / "step_000001").is_dir)

@@ -306,8 +306,8 @@ def test_an_answer_byte_by_byte_is_given_up_in_time():
         listener.listen()
         thread = threading.Thread(target=drip, args=(listener,))
         thread.start()
-        client = HttpRetriever(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.2, patience=0)
-        with pytest.raises(InfraError, match="not complete within 0.2 s"):
+        client = HttpRetriever(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=0.5, patience=0)
+        with pytest.raises(InfraError, match="not complete within 0.5 s"):
             client.search(["q"], 1)
         ended.set()
         thread.join(10)

@@ -130,7 +130,7 @@ def test_wall_time_inside_a_step(run, chat):
     async def slow(action):
         await asyncio.sleep(30)
 
-    trajectory = play(run, LookUp(astep=slow), chat, timeout_s=0.2)
+    trajectory = play(run, LookUp(astep=slow), chat, timeout_s=1.0)
     assert trajectory.stop_reason is StopReason.TIMEOUT and trajectory.error is None
 
 
@@ -141,7 +141,7 @@ def test_wall_time_spent_waiting_for_a_server_that_is_away_is_not_the_models(run
         wiki.down("connection refused")
         await asyncio.sleep(30)
 
-    trajectory = play(run, LookUp(astep=searching), chat, timeout_s=0.2)
+    trajectory = play(run, LookUp(astep=searching), chat, timeout_s=1.0)
     wiki.up()
     assert trajectory.stop_reason is StopReason.TOOL_ERROR and "the wiki is away" in trajectory.error
     assert trajectory.outcome is Outcome.INFRA_ERROR and trajectory.info["retryable"]
@@ -195,7 +195,7 @@ def test_blocking_environments_run_in_a_thread(run, chat):
 
     trajectory, ticks = run(both())
     assert trajectory.reward == 2.0 and trajectory.stop_reason is StopReason.DONE
-    assert ticks > 5
+    assert ticks > 2
 
 
 def _raise(error):

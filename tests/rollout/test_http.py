@@ -164,8 +164,8 @@ def test_giving_up_drops_the_connection(run, given_up):
         http = HttpPost(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/x", {})
         with pytest.raises(TimeoutError):
             if given_up:
-                await http.post(b"", "X-Key", "a", timeout=0.1)
-            async with asyncio.timeout(0.1):
+                await http.post(b"", "X-Key", "a", timeout=0.5)
+            async with asyncio.timeout(0.5):
                 await http.post(b"", "X-Key", "a", timeout=5)
         await asyncio.wait_for(gone.wait(), 5)
         assert not http._idle and not http._open

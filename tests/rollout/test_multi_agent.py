@@ -122,7 +122,7 @@ def test_times_are_counted_once(run, chat):
 
     giver, taker = play(run, Slow(), chat)
     assert 0.2 <= giver.timings["env"] + taker.timings["env"] <= giver.timings["total"] + 0.01
-    assert giver.timings["total"] == pytest.approx(taker.timings["total"], abs=0.05)
+    assert giver.timings["total"] == pytest.approx(taker.timings["total"], abs=0.15)
 
 
 def test_an_agent_may_act_twice_in_a_row_and_have_its_own_tools(run, chat):

@@ -24,7 +24,7 @@ def test_wall_time_of_a_loop(open_session: Open):
     ],
 )
 def test_wall_time_of_what_no_signal_wakes(open_process: Open, code: str):
-    assert expect_lost(open_process(timeout=0.5, cpu_seconds=30), code, "timeout").output == "so far\n"
+    assert expect_lost(open_process(timeout=1.0, cpu_seconds=30), code, "timeout").output == "so far\n"
 
 
 def test_cpu_time_of_a_process(open_session: Open):

@@ -170,7 +170,7 @@ def test_every_bound_acts_at_once(expression, message):
         compute(expression)
     assert message in caught.value.message
     assert len(caught.value.message) < 300
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 5.0
 
 
 def test_what_reaches_a_bound_still_works():

@@ -102,7 +102,7 @@ def test_sixteen_calls_of_one_second_take_about_one(waiting):
     calls = [ToolCall(waiting.name, {"seconds": 1.0, "tag": str(i)}) for i in range(16)]
     results = run(calls, waiting)
     assert [r.observation for r in results] == [str(i) for i in range(16)]
-    assert time.monotonic() - started < 1.6
+    assert time.monotonic() - started < 8, "one after another: 16 s"
 
 
 def test_a_stateless_tool_class_runs_side_by_side():
@@ -115,7 +115,7 @@ def test_a_stateless_tool_class_runs_side_by_side():
 
     started = time.monotonic()
     run([ToolCall("slow", {})] * 8, Slow())
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 2.0, "one after another: 2.4 s"
 
 
 def test_calls_on_the_same_state_run_in_order():
@@ -132,8 +132,8 @@ def test_order_of_results_is_the_order_of_calls():
 @pytest.mark.parametrize("waiting", [wait, await_])
 def test_a_call_that_hangs_is_given_up(waiting):
     started = time.monotonic()
-    (result,) = run([ToolCall(waiting.name, {"seconds": 1.5})], waiting, timeout=0.1)
-    assert time.monotonic() - started < 1.0
+    (result,) = run([ToolCall(waiting.name, {"seconds": 9.0})], waiting, timeout=0.1)
+    assert time.monotonic() - started < 5.0
     assert (result.error.type, result.observation) == (
         "timeout",
         f"Error (timeout): {waiting.name} took longer than 0.1 s",
@@ -157,7 +157,7 @@ def test_a_coroutine_that_swallows_cancellation_is_given_up_too():
         assert result.error.type == "timeout"
         return time.monotonic() - started
 
-    assert asyncio.run(main()) < 1.0
+    assert asyncio.run(main()) < 1.8, "it goes on for 2 s"
 
 
 def test_a_tool_has_its_own_timeout():
@@ -345,7 +345,7 @@ def test_tools_of_an_episode_are_closed_and_shared_ones_are_not(caplog):
             if self.how == "fails":
                 raise OSError("no")
             if self.how == "hangs":
-                time.sleep(2)
+                time.sleep(20)
             closed.append(self.name)
 
     class AsyncHolder(Holder):
@@ -358,9 +358,9 @@ def test_tools_of_an_episode_are_closed_and_shared_ones_are_not(caplog):
     shared.shared = True
     tools = [Holder("a"), Holder("b", "fails"), Holder("c", "hangs"), AsyncHolder("d"), shared, wait]
     started = time.monotonic()
-    asyncio.run(close_tools(tools, timeout=0.3))
+    asyncio.run(close_tools(tools, timeout=1.0))
     assert sorted(closed) == ["a", "d"]
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 10
     assert "closing tool 'b': OSError: no" in caplog.text
     assert "closing tool 'c'" in caplog.text
 
