@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_cases import CONTROLS, MARKUP, make_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from yardstick import within
 
 from agentrl.rollout.template.encoding import ProvenanceTokenizer
 from agentrl.rollout.template.fast_text import ByteDecoder, WordEncoder, packed
@@ -49,6 +50,13 @@ def test_words_give_the_tokenizers_ids(tokenizer, text):
         ids = encoder.encode(text)
         assert ids is None or ids == packed(tokenizer.encode(text, add_special_tokens=False).ids)
     assert ids is not None or not text.isprintable()
+
+
+@pytest.mark.parametrize("text", [" " * 300_000, "\n" + " " * 300_000, "a" + " " * 300_000 + "b", "a\n " * 100_000])
+def test_much_white_space_costs_no_more_than_its_length(tokenizer, text):
+    tokenizer, encoder, _ = tokenizer
+    ids = within(100, lambda: encoder.encode(text), tries=1)
+    assert ids is None or ids == packed(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 @settings(max_examples=60, deadline=None)

@@ -27,7 +27,7 @@ _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _FORMS = ("NFC", "NFKC", "NFD", "NFKD")  # all leave ASCII as it is
 _KEPT = 1 << 18
-_LONGEST_KEPT = 64  # characters of a run
+_LONGEST_KEPT = 64  # characters of a run, and of a word
 
 
 def byte_alphabet() -> dict[int, str]:
@@ -69,21 +69,24 @@ class WordEncoder:
         if self._form is not None and not text.isascii():
             text = unicodedata.normalize(self._form, text)  # type: ignore[arg-type]
         # Text is cut before each space that follows something else: no word of a split expression reaches over that.
-        first, *others = text.split(" ")
-        while others and first[-1:].isspace():
-            first += f" {others.pop(0)}"
+        pieces, at = text.split(" "), 1
+        while at < len(pieces) and (pieces[at - 1][-1:].isspace() or (at > 1 and not pieces[at - 1])):
+            at += 1
+        first, others = " ".join(pieces[:at]), pieces[at:]
         try:
             ids = [self._runs[first], *map(self._spaced.__getitem__, others[:-1])]
             if others:
                 ids.append(self._runs[f" {others[-1]}"])
             return b"".join(ids)
         except KeyError:  # another space follows white space, or the tokenizer itself must cut a run
-            runs = [first]
+            runs, run = list[str](), [first]
         for piece in others:
-            if runs[-1][-1:].isspace():
-                runs[-1] += f" {piece}"
+            if run[-1][-1:].isspace() or (len(run) > 1 and not run[-1]):  # it ends with white space
+                run.append(piece)
             else:
-                runs.append(f" {piece}")
+                runs.append(" ".join(run))
+                run = ["", piece]
+        runs.append(" ".join(run))
         try:
             return b"".join(map(self._runs.__getitem__, runs))
         except KeyError:
@@ -119,17 +122,19 @@ class _Runs(dict[str, bytes]):
 
 
 class _Words(dict[str, bytes]):
-    """Ids of each word."""
+    """Ids of each word; a long one is looked up anew each time."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self._model, self._letters = model, list(byte_alphabet().values())
 
     def __missing__(self, word: str) -> bytes:
-        if len(self) >= _KEPT:
-            self.clear()
         spelled = "".join([self._letters[b] for b in word.encode()])
-        self[word] = ids = packed([token.id for token in self._model.tokenize(spelled)])
+        ids = packed([token.id for token in self._model.tokenize(spelled)])
+        if len(word) <= _LONGEST_KEPT:
+            if len(self) >= _KEPT:
+                self.clear()
+            self[word] = ids
         return ids
 
 
