@@ -148,7 +148,9 @@ def _table(version: Version, columns: Columns, folder: Path) -> Any:
         partial, pool = copy.with_suffix(f".{os.getpid()}.partial"), pyarrow.default_memory_pool()
         pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # others keep for long what was freed
         try:
-            source = imported("pyarrow.parquet", path, "data").ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
+            source = imported("pyarrow.parquet", f"reading {path}", "data").ParquetFile(
+                path, buffer_size=1 << 20, pre_buffer=False
+            )
             names = columns.choose(source.schema_arrow.names)
             schema = pyarrow.schema([source.schema_arrow.field(name) for name in names])
             folder.mkdir(parents=True, exist_ok=True)
