@@ -32,7 +32,7 @@ DRIVER = textwrap.dedent(
     process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True, start_new_session=True)
     print(warden.pid, process.pid, process.stdout.readline().strip(), scratch, flush=True)
     if sys.argv[2] == "orphan":
-        time.sleep(2.5)  # until it was recorded
+        time.sleep(4)  # until it was recorded
         process.kill()
         process.wait()
         print("orphaned", flush=True)
@@ -64,7 +64,7 @@ def test_a_killed_driver_leaves_nothing(tmp_path: Path, case: str, signum: int) 
         if case == "orphan":
             assert driver.stdout.readline() == "orphaned\n"
         else:
-            time.sleep(1.5)
+            time.sleep(3)  # until they were recorded
         assert Path(scratch).is_dir()
         driver.send_signal(signum)
         wait_until_gone(procs)
