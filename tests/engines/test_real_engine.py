@@ -348,6 +348,7 @@ async def test_a_sender_that_dies_in_a_sync_leaves_the_engine_running(
         await control.close()
 
 
+@pytest.mark.heavy
 async def test_pool_of_real_engines(
     spec: EngineSpec, weights: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

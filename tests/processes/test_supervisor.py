@@ -77,7 +77,7 @@ class Supervised:
     def _supervise(self, pause: float) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.stdout = sys.stderr = (self.folder / "said").open("w", buffering=1)
-        supervisor.LEAVING_S, supervisor.ENDING_S = 0.2, 2.0
+        supervisor.LEAVING_S, supervisor.ENDING_S = 0.2, 5.0
         far, child = self.folder / "far", [sys.executable, "-IS", str(self.folder / "child.py"), str(self.folder)]
         return supervisor.supervise(
             child,

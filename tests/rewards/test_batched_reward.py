@@ -170,7 +170,7 @@ def test_no_batch_is_larger_than_allowed_and_a_full_one_does_not_wait():
 
 
 def test_a_batch_that_does_not_fill_goes_after_the_wait():
-    reward = Lengths(max_batch=100, max_wait=0.5)
+    reward = Lengths(max_batch=100, max_wait=1.5)
 
     async def late():
         first = asyncio.create_task(reward("a"))
@@ -294,7 +294,7 @@ def test_a_batch_that_hangs_is_given_up():
 
 
 def test_an_episode_that_is_cancelled_is_not_scored():
-    reward = Lengths(max_wait=0.5)
+    reward = Lengths(max_wait=1.5)
 
     async def one_leaves():
         leaving, staying = asyncio.create_task(reward("a")), asyncio.create_task(reward("bb"))
