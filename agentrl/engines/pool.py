@@ -400,7 +400,7 @@ class EnginePool:
             try:
                 engine = await self._fill(place)
                 return await self._bring_up(place, engine)
-            except (EngineError, TimeoutError) as error:
+            except (EngineError, OSError) as error:  # a deadline that passed is an OSError
                 log.warning("%s did not come up (%d): %s", place.name, attempt + 1, error)
                 if engine is not None and place.engine is not engine:
                     return  # its process ended meanwhile, and its watch replaces it
