@@ -39,8 +39,8 @@ demo-llm: $(STAMP) ## train SmolLM2 to guess numbers by higher and lower
 test: $(STAMP) ## all tests but the heavy ones
 ifeq ($(strip $(PYTEST_ARGS)),)
 	@status=0; \
-	  $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not heavy" || status=$$?; \
 	  $(BIN)/python -m pytest -m "slow and not heavy" || status=$$?; \
+	  $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not heavy" || status=$$?; \
 	  exit $$status
 else
 	@$(BIN)/python -m pytest -m "not heavy" $(PYTEST_ARGS)
