@@ -9,9 +9,9 @@ manager take.
 - lag: 4,096 episodes in flight over two workers; the 99th percentile of by how much a timer is late, in the workers and
   in this process, which hands out groups and takes trajectories as the manager does.
 
-    python benchmarks/workers.py [--repeats 3] [--rounds 1]
+    python benchmarks/workers.py [--repeats 7] [--rounds 1]
 
-Prints one JSON object and one line. Targets: ratio at least 1.6, lags at most 0.5 s. About two minutes.
+Prints one JSON object and one line. Targets: ratio at least 1.6, lags at most 0.5 s. About four minutes.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ async def measure(cluster: Cluster, folder: Path, url: str, options: argparse.Na
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--rounds", type=int, default=1, help="episodes a repeat, in multiples of 1,024")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="w-", dir="/tmp") as temp:
