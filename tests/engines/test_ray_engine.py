@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(300)]
 
 SCRIPT = textwrap.dedent(
     """
