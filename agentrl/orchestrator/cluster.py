@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.engines.world import World
 from agentrl.errors import ConfigError, LostError
+from agentrl.processes.signals import hold_signals
 from agentrl.processes.tree import descendants
 
 if TYPE_CHECKING:
@@ -220,6 +221,18 @@ class Cluster:
         # Ray's own handlers would end this process in Ray's way, and its threads print what they hear of errors.
         ray._private.utils.set_sigterm_handler = lambda handler: None
         ray._private.worker.print_to_stdstream = _to_log
+        with hold_signals():  # half a start cannot be shut down, and Ray's C++ takes SIGTERM for itself
+            self._init(ray)
+        if not self.is_local:
+            self._await_nodes(ray, deadline)
+            self.world = World.of(ray.nodes())
+            self.bundles = list(self._plan(self.world))
+        self._reserve(ray, deadline)
+        if not self.is_local:
+            self.world = World.of(ray.nodes())  # machines may have joined while there was no room yet
+        log.info("Ray runs: %d GPUs, machines %s; %d actors", self.world.gpus, self.world.addresses, len(self.bundles))
+
+    def _init(self, ray: Any) -> None:
         if self.is_local:
             _leave_out(ray, _ONLOOKERS)
             try:
@@ -240,13 +253,6 @@ class Cluster:
                 ) from error
         else:
             ray.init(namespace=self.namespace, log_to_driver=False, configure_logging=False)
-            self._await_nodes(ray, deadline)
-            self.world = World.of(ray.nodes())
-            self.bundles = list(self._plan(self.world))
-        self._reserve(ray, deadline)
-        if not self.is_local:
-            self.world = World.of(ray.nodes())  # machines may have joined while there was no room yet
-        log.info("Ray runs: %d GPUs, machines %s; %d actors", self.world.gpus, self.world.addresses, len(self.bundles))
 
     def _reserve(self, ray: Any, deadline: float) -> None:
         own = None if self.is_local else ray.util.get_node_ip_address()
@@ -335,7 +341,8 @@ class Cluster:
             if not self.is_local:
                 for group in self._groups:
                     ray.util.remove_placement_group(group)
-            ray.shutdown()
+            with hold_signals():
+                ray.shutdown()
         self._groups = []
 
 

@@ -18,6 +18,8 @@ from agentrl.redaction import without_secrets
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 """Signals that end a command as Ctrl-C does."""
+LOST_S = 0.1
+"""After which a signal whose exception was ignored comes again."""
 
 # C0 but tab and newline, DEL, C1, and what reverses or breaks lines in Unicode.
 _UNPRINTABLE = re.compile(
@@ -38,30 +40,76 @@ class Terminated(KeyboardInterrupt):
 
     def __init__(self, signum: int):
         super().__init__(f"asked to end ({signal.Signals(signum).name})")
-        self.exit_code = 128 + signum
+        self.signum, self.exit_code = signum, 128 + signum
 
 
 @contextlib.contextmanager
 def raise_on_signals() -> Iterator[None]:
     """Within a command: SIGTERM and SIGHUP raise :class:`Terminated`, as Ctrl-C raises KeyboardInterrupt.
 
-    A signal that is ignored (``nohup``) stays so.
+    A signal that is ignored (``nohup``) stays so. What is raised where Python ignores errors, as in a finalizer, is
+    raised again a moment later.
     """
 
     def stop(signum: int, frame: FrameType | None) -> None:
         raise Terminated(signum)
 
+    def again(ignored: sys.UnraisableHookArgs) -> None:
+        error = ignored.exc_value
+        if not isinstance(error, KeyboardInterrupt):
+            hook(ignored)
+            return
+        number = error.signum if isinstance(error, Terminated) else signal.SIGINT
+        timers.append(threading.Timer(LOST_S, signal.pthread_kill, (threading.main_thread().ident, number)))
+        timers[-1].daemon = True
+        timers[-1].start()
+
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in ENDING}
+    timers: list[threading.Timer] = []
+    before, hook = {number: signal.getsignal(number) for number in ENDING}, sys.unraisablehook
     for number in _heeded():
         signal.signal(number, stop)
+    sys.unraisablehook = again
     try:
         yield
     finally:
+        for timer in timers:
+            timer.cancel()
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def hold_signals() -> Iterator[None]:
+    """Within code of a library that must not be left in the middle: Ctrl-C, SIGTERM and SIGHUP come at its end, where
+    our handlers are put back, whatever the library made of them. A second signal comes at once."""
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        asked.append(signum)
+        if len(asked) > 1:
+            put_back()
+            signal.raise_signal(signum)
+
+    def put_back() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked: list[int] = []
+    before = {number: signal.getsignal(number) for number in _heeded(signal.SIGINT)}
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        put_back()
+        if len(asked) == 1:
+            signal.raise_signal(asked[0])
 
 
 @contextlib.contextmanager
@@ -92,8 +140,8 @@ def cancel_on_signals() -> Iterator[None]:
             signal.signal(number, handler)  # the loop would leave the default, which ends without a word
 
 
-def _heeded() -> list[signal.Signals]:
-    return [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+def _heeded(*more: signal.Signals) -> list[signal.Signals]:
+    return [number for number in (*more, *ENDING) if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -151,17 +152,43 @@ def test_a_signal_in_the_middle_of_rays_import_comes_through(monkeypatch):
         pass
 
 
+def fake_ray(monkeypatch: pytest.MonkeyPatch, init: Callable[..., None], said: list[str]) -> None:
+    private = SimpleNamespace(utils=SimpleNamespace(), worker=SimpleNamespace())
+    ray = SimpleNamespace(
+        init=init, _private=private, is_initialized=lambda: True, shutdown=lambda: said.append("shut down")
+    )
+    monkeypatch.setattr(module, "_leave_out", lambda *args: None)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"})
+
+
 def test_a_ray_that_does_not_start_in_time_is_one_sentence(monkeypatch):
     def init(**options: object) -> None:
         raise Exception("The current node timed out during startup.")
 
-    private = SimpleNamespace(utils=SimpleNamespace(), worker=SimpleNamespace())
-    ray = SimpleNamespace(init=init, _private=private, is_initialized=lambda: False, shutdown=lambda: None)
-    monkeypatch.setattr(module, "_leave_out", lambda *args: None)
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"})
+    fake_ray(monkeypatch, init, [])
     with pytest.raises(AgentRLError, match=r"did not start .*: The current node timed out.*busy \(load \d+"):
         Cluster(lambda world: [Bundle("rank-0")], namespace="x", temp_dir="/nowhere").start()
+
+
+@pytest.mark.parametrize(("signum", "error"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_during_rays_start_and_end_waits_for_them(monkeypatch, signum, error):
+    """Half a start cannot be shut down, and the process would crash at its end."""
+    said: list[str] = []
+
+    def init(**options: object) -> None:
+        signal.raise_signal(signum)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as Ray's C++ does
+        said.append("connected")
+
+    fake_ray(monkeypatch, init, said)
+    with (
+        raise_on_signals(),
+        pytest.raises(error),
+        Cluster(lambda world: [Bundle("rank-0")], namespace="x", temp_dir="/nowhere"),
+    ):
+        said.append("in use")
+    assert said == ["connected", "shut down"]
 
 
 SCRIPT = """

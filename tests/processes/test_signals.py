@@ -8,10 +8,18 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
-from agentrl.processes.signals import Terminated, cancel_on_signals, raise_on_signals, stderr_to, write_log_to
+from agentrl.processes.signals import (
+    Terminated,
+    cancel_on_signals,
+    hold_signals,
+    raise_on_signals,
+    stderr_to,
+    write_log_to,
+)
 
 
 @pytest.fixture
@@ -75,6 +83,43 @@ def test_signals_end_code_and_coroutines_and_handlers_are_put_back(signum, code)
         assert caught.value.exit_code == code and signal.getsignal(signum) is ours
         with pytest.raises(Terminated, match=signal.Signals(signum).name):
             os.kill(os.getpid(), signum)
+    assert signal.getsignal(signum) is before
+
+
+@pytest.mark.parametrize(
+    ("signum", "error"),
+    [(signal.SIGTERM, Terminated), (signal.SIGHUP, Terminated), (signal.SIGINT, KeyboardInterrupt)],
+)
+def test_a_signal_in_a_finalizer_is_not_lost(signum, error):
+    class Last:
+        def __del__(self):
+            signal.raise_signal(signum)
+
+    hook = sys.unraisablehook
+    with pytest.raises(error), raise_on_signals():
+        Last()
+        time.sleep(20)
+    assert sys.unraisablehook is hook
+
+
+@pytest.mark.parametrize(
+    ("signum", "error"),
+    [(signal.SIGTERM, Terminated), (signal.SIGHUP, Terminated), (signal.SIGINT, KeyboardInterrupt)],
+)
+def test_a_signal_waits_for_the_end_of_what_must_not_be_left(signum, error):
+    before, reached = signal.getsignal(signum), []
+    with raise_on_signals():
+        ours = signal.getsignal(signum)
+        with pytest.raises(error), hold_signals():
+            signal.raise_signal(signum)
+            reached.append("end")
+            signal.signal(signum, signal.SIG_DFL)  # as libraries do
+        assert reached == ["end"] and signal.getsignal(signum) is ours
+        with pytest.raises(error), hold_signals():
+            signal.raise_signal(signum)
+            signal.raise_signal(signum)
+            reached.append("never")
+        assert reached == ["end"] and signal.getsignal(signum) is ours
     assert signal.getsignal(signum) is before
 
 
