@@ -23,7 +23,10 @@ SUPERVISED, HALF = _TABLES["supervised"], _TABLES["half"]
 TUNED_TO, STEPS, BEYOND = "search", _TABLES["steps"], _TABLES["beyond"]
 """Environment of the embedded model; what its preset has there beside the above, where none of :data:`OTHERWISE` is
 given, and in others in place of it."""
-OTHERWISE = ("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "advantage_estimator", "loss_type")
+OTHERWISE = (
+    *("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "advantage_estimator", "loss_type"),
+    *("async_buffer_size", "partial_rollout", "replay_share"),
+)
 LENGTHS: dict[str, int] = _TABLES["lengths"]
 """Tokens of an episode and of a turn, of models that have positions for them."""
 

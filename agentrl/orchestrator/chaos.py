@@ -69,11 +69,16 @@ FLAGS = (
     *("--rollout-health-check-interval", "3", "--rollout-health-check-timeout", "8", "--train-stall-timeout", "30"),
 )
 
+OLD_TOKENS = ("--num-rollout", "12", "--eval-interval", "12")
+"""Where tokens may be old it takes that many rollouts to learn as much."""
 MODES: dict[str, tuple[str, ...]] = {
     "taking turns": (),
-    "asynchronous": ("--async-buffer-size", "2"),
+    "asynchronous": ("--async-buffer-size", "2", *OLD_TOKENS),
     "co-located": ("--colocate",),
-    "partial rollouts": ("--async-buffer-size", "1", "--partial-rollout", "--over-sampling-batch-size", "24"),
+    "partial rollouts": (
+        *("--async-buffer-size", "1", "--partial-rollout", "--over-sampling-batch-size", "24"),
+        *OLD_TOKENS,
+    ),
 }
 """How the trainings go, one after the other."""
 

@@ -75,10 +75,14 @@ def test_an_episode_fits_the_positions_of_the_model_without_being_told(tmp_path,
         (("--env", "search", "--rollout-batch-size", "3"), 1),
         (("--env", "search", "--global-batch-size", "64"), 2),
         (("--env", "search", "--advantage-estimator", "rloo"), 1),
+        (("--env", "search", "--async-buffer-size", "0"), 4),
+        (("--env", "search", "--async-buffer-size", "2"), 1),
+        (("--env", "search", "--partial-rollout", "--over-sampling-batch-size", "24"), 1),
+        (("--env", "search", "--replay-share", "0.25"), 1),
         (("--env", "calculator", "--rollout-max-context-len", "1000"), 1),
     ],
 )
-def test_the_demo_takes_several_steps_where_batch_and_algorithm_are_its_own(demo_model, flags, steps):
+def test_the_demo_takes_several_steps_where_batch_and_algorithm_are_its_own_and_tokens_new(demo_model, flags, steps):
     assert load_config(flags).num_steps_per_rollout == steps
 
 
