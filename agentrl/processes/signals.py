@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -64,22 +64,16 @@ def raise_on_signals() -> Iterator[None]:
         timers[-1].daemon = True
         timers[-1].start()
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     timers: list[threading.Timer] = []
-    before, hook = {number: signal.getsignal(number) for number in ENDING}, sys.unraisablehook
-    for number in _heeded():
-        signal.signal(number, stop)
-    sys.unraisablehook = again
-    try:
-        yield
-    finally:
-        for timer in timers:
-            timer.cancel()
-        sys.unraisablehook = hook
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    hook = sys.unraisablehook
+    with _handled_by(stop, ENDING):
+        sys.unraisablehook = again
+        try:
+            yield
+        finally:
+            for timer in timers:
+                timer.cancel()
+            sys.unraisablehook = hook
 
 
 @contextlib.contextmanager
@@ -90,26 +84,31 @@ def hold_signals() -> Iterator[None]:
     def note(signum: int, frame: FrameType | None) -> None:
         asked.append(signum)
         if len(asked) > 1:
-            put_back()
-            signal.raise_signal(signum)
+            raise Terminated(signum)
 
-    def put_back() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    asked: list[int] = []
+    try:
+        with _handled_by(note, (signal.SIGINT, *ENDING)):
+            yield
+    finally:
+        if len(asked) == 1:
+            signal.raise_signal(asked[0])
 
+
+@contextlib.contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], None], numbers: Sequence[signal.Signals]) -> Iterator[None]:
+    """Only the main thread may have handlers; in others nothing happens."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked: list[int] = []
-    before = {number: signal.getsignal(number) for number in _heeded(signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in _heeded(numbers)}
     for number in before:
-        signal.signal(number, note)
+        signal.signal(number, handler)
     try:
         yield
     finally:
-        put_back()
-        if len(asked) == 1:
-            signal.raise_signal(asked[0])
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
 
 
 @contextlib.contextmanager
@@ -140,8 +139,8 @@ def cancel_on_signals() -> Iterator[None]:
             signal.signal(number, handler)  # the loop would leave the default, which ends without a word
 
 
-def _heeded(*more: signal.Signals) -> list[signal.Signals]:
-    return [number for number in (*more, *ENDING) if signal.getsignal(number) is not signal.SIG_IGN]
+def _heeded(numbers: Sequence[signal.Signals] = ENDING) -> list[signal.Signals]:
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @contextlib.contextmanager

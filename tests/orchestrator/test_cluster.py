@@ -152,11 +152,9 @@ def test_a_signal_in_the_middle_of_rays_import_comes_through(monkeypatch):
         pass
 
 
-def fake_ray(monkeypatch: pytest.MonkeyPatch, init: Callable[..., None], said: list[str]) -> None:
+def fake_ray(monkeypatch: pytest.MonkeyPatch, init: Callable[..., None], shutdown: Callable[[], None]) -> None:
     private = SimpleNamespace(utils=SimpleNamespace(), worker=SimpleNamespace())
-    ray = SimpleNamespace(
-        init=init, _private=private, is_initialized=lambda: True, shutdown=lambda: said.append("shut down")
-    )
+    ray = SimpleNamespace(init=init, _private=private, is_initialized=lambda: True, shutdown=shutdown)
     monkeypatch.setattr(module, "_leave_out", lambda *args: None)
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"})
@@ -166,29 +164,29 @@ def test_a_ray_that_does_not_start_in_time_is_one_sentence(monkeypatch):
     def init(**options: object) -> None:
         raise Exception("The current node timed out during startup.")
 
-    fake_ray(monkeypatch, init, [])
+    fake_ray(monkeypatch, init, lambda: None)
     with pytest.raises(AgentRLError, match=r"did not start .*: The current node timed out.*busy \(load \d+"):
         Cluster(lambda world: [Bundle("rank-0")], namespace="x", temp_dir="/nowhere").start()
 
 
-@pytest.mark.parametrize(("signum", "error"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)])
-def test_a_signal_during_rays_start_and_end_waits_for_them(monkeypatch, signum, error):
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("during", ["init", "shutdown"])
+def test_a_signal_during_rays_start_or_end_waits_for_it(monkeypatch, signum, during):
     """Half a start cannot be shut down, and the process would crash at its end."""
     said: list[str] = []
 
-    def init(**options: object) -> None:
-        signal.raise_signal(signum)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as Ray's C++ does
-        said.append("connected")
+    def call(name: str) -> None:
+        if name == during:
+            signal.raise_signal(signum)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as Ray's C++ does
+        said.append(name)
 
-    fake_ray(monkeypatch, init, said)
-    with (
-        raise_on_signals(),
-        pytest.raises(error),
-        Cluster(lambda world: [Bundle("rank-0")], namespace="x", temp_dir="/nowhere"),
-    ):
+    cluster = Cluster(lambda world: [], namespace="x", temp_dir="/nowhere")
+    monkeypatch.setattr(Cluster, "_reserve", lambda *args: None)
+    fake_ray(monkeypatch, lambda **options: call("init"), lambda: call("shutdown"))
+    with raise_on_signals(), pytest.raises(Terminated if signum == signal.SIGTERM else KeyboardInterrupt), cluster:
         said.append("in use")
-    assert said == ["connected", "shut down"]
+    assert said == (["init", "shutdown"] if during == "init" else ["init", "in use", "shutdown"])
 
 
 SCRIPT = """
