@@ -35,19 +35,25 @@ class Buffer:
 
     Args:
         cfg: says how episodes are played. Those that were played otherwise are left out, and played again.
+
+    Attributes:
+        taken: ids of the groups that were taken, so not played by this run.
     """
 
     def __init__(self, cfg: Config):
         values = cfg.to_dict()
         self._how = {name: values[name] for name in _PLAYED_AS}
         self._groups: dict[str, Group] = {}
+        self.taken: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def take(self, pending: PendingGroup) -> Group | None:
         """The group of this task, if it was played; it is no longer here then."""
-        return self._groups.pop(pending.group_id, None)
+        if (group := self._groups.pop(pending.group_id, None)) is not None:
+            self.taken.add(group.group_id)
+        return group
 
     def to_save(self, ahead: Iterable[Group]) -> list[Group]:
         """What a checkpoint of now is to hold: what is here, and of the groups ``ahead`` those that lived."""

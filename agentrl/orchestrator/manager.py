@@ -38,7 +38,7 @@ from agentrl.orchestrator.cluster import on_gpus
 from agentrl.orchestrator.dispatcher import Ahead, Carried, Dispatcher
 from agentrl.orchestrator.engine_service import EPISODES_END_S, EngineService, weight_sync
 from agentrl.orchestrator.evaluator import Evaluator
-from agentrl.orchestrator.metrics import apart, rollout_metrics
+from agentrl.orchestrator.metrics import apart, pace, rollout_metrics
 from agentrl.orchestrator.notices import lost_episodes
 from agentrl.orchestrator.sink import Rollout, Sink
 from agentrl.orchestrator.tally import Tally, name_of_rollout
@@ -254,7 +254,8 @@ class RolloutManager:
         (since, before), now, after = self._since, time.monotonic(), self.workers.metrics()
         self._since, seconds = (now, after), min(rollout.seconds, now - since)
         groups = [*collected.lost, *collected.filtered, *collected.groups]
-        metrics = rollout_metrics(groups, seconds, step if self.cfg.trains else 0)
+        metrics = rollout_metrics(groups, step if self.cfg.trains else 0)
+        metrics |= pace((group for group in groups if group.group_id not in self.buffer.taken), seconds)
         metrics |= apart("rollout/stale", collected.stale)
         metrics |= apart("rollout/carried", [g for g in collected.groups if g.group_id in rollout.carried])
         if self.sink.keep is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from agentrl.data.episodes import by_episode, oldest_version, reward_of, solved
 from agentrl.types import Group, Outcome, Trajectory
 
 
-def rollout_metrics(groups: Sequence[Group], seconds: float, version: int) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     """What a rollout was like. Rates are in [0, 1], times in seconds, lengths in tokens.
 
     Episodes that failed for reasons of infrastructure are counted (``rollout/errors``) and enter nothing else. An
@@ -25,7 +25,6 @@ def rollout_metrics(groups: Sequence[Group], seconds: float, version: int) -> di
     lengths = [sum(t.num_tokens for t in e) for e in episodes]
     oldest = oldest_version(scored)
     retries = [(call.get("metadata") or {}).get("retries", 0) for t in everything for call in t.tool_calls]
-    generated = sum(t.num_sampled for t in everything)
     metrics = {
         "rollout/reward": _mean(rewards),
         "rollout/reward_std": float(np.std(rewards)) if rewards else float("nan"),
@@ -40,9 +39,7 @@ def rollout_metrics(groups: Sequence[Group], seconds: float, version: int) -> di
         "rollout/truncated": _mean([float(e[0].outcome is Outcome.TRUNCATED) for e in episodes]),
         "rollout/errors": float(len(all_episodes) - len(episodes)),
         "rollout/staleness_max": float(version - oldest) if math.isfinite(oldest) else 0.0,
-        "rollout/tokens": float(generated),
-        "rollout/tokens_per_s": generated / max(seconds, 1e-9),
-        "time/rollout": seconds,
+        "rollout/tokens": float(sum(t.num_sampled for t in everything)),
     }
     durations = [e[0].timings.get("total", 0.0) for e in episodes]
     for share in (50, 95):
@@ -54,6 +51,12 @@ def rollout_metrics(groups: Sequence[Group], seconds: float, version: int) -> di
     for reason, count in Counter(str(e[0].stop_reason) for e in all_episodes).items():
         metrics[f"rollout/stop/{reason}"] = count / len(all_episodes)
     return metrics | _of_agents(scored)
+
+
+def pace(groups: Iterable[Group], seconds: float) -> dict[str, float]:
+    """How fast ``groups`` were played in so many seconds."""
+    sampled = sum(t.num_sampled for group in groups for t in group.trajectories)
+    return {"rollout/tokens_per_s": sampled / max(seconds, 1e-9), "time/rollout": seconds}
 
 
 def apart(name: str, groups: Sequence[Group]) -> dict[str, float]:

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from agentrl.orchestrator.manager import Generated
     from agentrl.progress import Progress
 
-PACE = ("time/rollout", "rollout/tokens_per_s")
-"""Metrics of how fast a rollout was played: of none here."""
-
 
 class StoredRollouts(RolloutHandle):
     """The rollouts' end of the training loop without a manager: nothing to start, to sync with or to evaluate by.
@@ -85,8 +82,7 @@ class StoredRollouts(RolloutHandle):
         refuse_if_untrainable(groups, chosen, compares=self._algorithm.compares)
         batch = TrainBatch.from_groups(groups, chosen)
         self._in_training = step, batch, groups
-        metrics = rollout_metrics(groups, 1.0, step)
-        return Generated({n: v for n, v in metrics.items() if n not in PACE}, [ray.put(batch)])
+        return Generated(rollout_metrics(groups, step), [ray.put(batch)])
 
     def _read(self, step: int) -> list[Group]:
         """The groups that made the batch of ``step``, in its order. Of a rollout that was not trained on: those that

@@ -38,9 +38,7 @@ def test_an_episode_of_several_agents_is_solved_when_it_was_said_of_any(said, re
     agents = episode(*said, rewards=rewards)
     assert solved(agents) is counts
     group = Group("g", agents[0].task, agents)
-    assert rollout_metrics([group], 1.0, 0)["rollout/success"] == float(counts), (
-        "training counts as evaluation does"
-    )
+    assert rollout_metrics([group], 0)["rollout/success"] == float(counts), "training counts as evaluation does"
 
 
 def test_agents_belong_to_one_episode_and_an_error_of_one_is_its():

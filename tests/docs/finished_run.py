@@ -15,7 +15,7 @@ from agentrl.data.records import to_record
 from agentrl.data.run_folder import RunDir, flatten_summary
 from agentrl.demo import MODEL_DIR
 from agentrl.evaluation.metrics import summarize
-from agentrl.orchestrator.metrics import rollout_metrics
+from agentrl.orchestrator.metrics import pace, rollout_metrics
 from agentrl.rollout.episode import EpisodeLimits, run_episode
 from agentrl.rollout.generate_hook import load_generate_function
 from agentrl.rollout.policies.scripted import ScriptedClient
@@ -90,7 +90,7 @@ def write_run(folder: Path, shop: Path) -> list[Trajectory]:
     episodes = [t for g in groups for t in g.trajectories]
     batch.note_trained(episodes, batch.columns, tokens=True)
     with RunDir.create(config) as run:
-        run.log_metrics(1, rollout_metrics(groups, 1.0, 0))
+        run.log_metrics(1, rollout_metrics(groups, 0) | pace(groups, 1.0))
         run.store.write(0, episodes)
         run.store.write(1, episodes, name="eval-Shopping")
         run.log_metrics(1, flatten_summary("Shopping", summarize("Shopping", "test", episodes, 1.0).to_dict()))

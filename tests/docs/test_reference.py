@@ -24,7 +24,7 @@ from agentrl.envs.registry import make_env
 from agentrl.evaluation.heldout import held_out_sets
 from agentrl.evaluation.metrics import summarize
 from agentrl.orchestrator import engine_service, loop, manager, turns
-from agentrl.orchestrator.metrics import apart, rollout_metrics
+from agentrl.orchestrator.metrics import apart, pace, rollout_metrics
 from agentrl.rollout.episode import EpisodeLimits, run_episode
 from agentrl.rollout.policies.scripted import ScriptedClient
 from agentrl.rollout.template.chat import ChatTemplate
@@ -69,7 +69,7 @@ def test_metrics(groups):
     loss = pytest.importorskip("agentrl.trainer.losses")
     from agentrl.trainer import agreement
 
-    rollout = set(rollout_metrics(groups, 1.0, 0)) | {"rollout/zero_variance"}
+    rollout = set(rollout_metrics(groups, 0)) | set(pace(groups, 1.0)) | {"rollout/zero_variance"}
     rollout |= {name for kind in ("stale", "carried") for name in apart(f"rollout/{kind}", groups)}
     rollout = {re.sub(r"/reward/.*", "/reward/<part>", re.sub(r"/stop/.*", "/stop/<reason>", n)) for n in rollout}
     options = AlgorithmOptions(use_kl_loss=True, entropy_coef=0.1, use_opsm=True)

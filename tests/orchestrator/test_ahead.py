@@ -185,8 +185,9 @@ async def test_a_batch_that_was_taken_and_not_trained_on_is_not_played_again(tmp
     again, played = made(tmp_path / "b", monkeypatch, tasks=20), list[str]()
     again.runner = recording(slow_runner(1, []), played)
     await again.load_state(state, str(tmp_path / "1"))
-    _, (other,), *_ = await again.generate(1)
+    metrics, (other,), *_ = await again.generate(1)
     assert other.trajectory_ids == batch.trajectory_ids and not played
+    assert metrics["rollout/tokens"] > 0 == metrics["rollout/tokens_per_s"], "none was sampled by this run"
 
 
 async def test_what_waits_outlives_several_checkpoints_and_is_trained_on_as_it_was_sampled(

@@ -29,7 +29,7 @@ def group(name, *rewards, stop=StopReason.DONE, success=None):
 
 def metrics(*groups):
     batch = credited(groups)
-    return rollout_metrics(groups, 1.0, 0) | {"rollout/zero_variance": zero_variance_fraction(batch)}
+    return rollout_metrics(groups, 0) | {"rollout/zero_variance": zero_variance_fraction(batch)}
 
 
 def test_equal_rewards_teach_nothing():

@@ -348,7 +348,7 @@ def test_the_agents_of_an_episode_train_in_one_step(run, chat):
 
 def test_metrics_count_episodes_and_show_each_agent(run, chat):
     groups = groups_of(run, chat, opposed=True)
-    metrics = rollout_metrics(groups, 1.0, 2)
+    metrics = rollout_metrics(groups, 2)
     assert [len(e) for e in by_episode(t for g in groups for t in g.trajectories)] == [2] * 4
     assert metrics["rollout/turns"] == 4.0 and metrics["rollout/success"] == 0.5
     assert metrics["rollout/agent/giver/reward"] == -2.5 and metrics["rollout/agent/taker/reward"] == 3.0
