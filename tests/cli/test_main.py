@@ -1,7 +1,6 @@
 import os
 import subprocess
 import sys
-import time
 import types
 
 import pytest
@@ -82,17 +81,13 @@ def test_train_help_shows_groups_flags_and_defaults(capsys):
     "words",
     [["--help"], *([command, "--help"] for command in ("train", "eval", "convert", "serve-retriever")), ["version"]],
 )
-def test_help_is_quick_and_imports_nothing_heavy(words):
+def test_help_imports_nothing_heavy(words):
     code = (
         f"import sys; from agentrl.cli.main import main; assert main({words!r}) == 0;"
         f"loaded = sorted(set({HEAVY!r}) & set(sys.modules)); print(loaded, file=sys.stderr); sys.exit(bool(loaded))"
     )
-    began = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert (
-        time.perf_counter() - began < 10
-    )  # the figure itself is measured by benchmarks/cli_help.py, alone on the machine
 
 
 def test_unknown_command_names_the_nearest(capsys):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
-import os
-import socket
-import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-_LISTEN = "0A"
+import psutil
 
 
 def command_line(pid: int) -> str:
@@ -30,31 +28,13 @@ def environment(pid: int) -> list[str]:
 
 def listening(pids: Iterable[int]) -> set[tuple[str, int]]:
     """Addresses and ports on which any of these processes listens."""
-    inodes = {inode for pid in pids for inode in _socket_inodes(pid)}
     found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == _LISTEN and fields[9] in inodes:
-                host, _, port = fields[1].partition(":")
-                found.add((_address(host), int(port, 16)))
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for connection in psutil.Process(pid).net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.add((connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port))
     return found
-
-
-def _socket_inodes(pid: int) -> Iterable[str]:
-    try:
-        links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
-    except OSError:
-        return []
-    return [link[8:-1] for link in links if link.startswith("socket:[")]
-
-
-def _address(text: str) -> str:
-    words = [struct.pack("=I", int(text[i : i + 8], 16)) for i in range(0, len(text), 8)]
-    raw = b"".join(words)
-    if len(raw) == 16 and raw[:12] == b"\0" * 10 + b"\xff\xff":
-        raw = raw[12:]
-    return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
 
 
 def status_without_key(host: str, port: int, path: str) -> int | None:

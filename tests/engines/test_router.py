@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from sockets import listening
 
 from agentrl.engines.router import POLICIES, RouterProcess
 from agentrl.errors import EngineError
@@ -77,33 +77,15 @@ async def test_keys_are_asked_for_and_not_shown(tmp_path: Path) -> None:
 
 async def test_it_listens_on_loopback_only(tmp_path: Path) -> None:
     async with routed(tmp_path, n=1) as (router, _):
-        addresses = listening_addresses(router.pid)
+        addresses = listening([router.pid])
         assert len(addresses) == 2  # requests and metrics
-        assert all(address.startswith("0100007F:") for address in addresses)
-
-
-def listening_addresses(pid: int) -> list[str]:
-    """Local addresses (hexadecimal, as in /proc) on which a process listens."""
-    inodes = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        target = str(link.readlink())
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                found.append(fields[1])
-    return found
+        assert {host for host, _ in addresses} == {"127.0.0.1"}
 
 
 async def test_an_engine_that_dies_costs_a_request_only_retries(tmp_path: Path) -> None:
     async with routed(tmp_path) as (router, engines), aiohttp.ClientSession() as session:
         await engines[0].stop()
-        started = time.monotonic()
         failures = await asyncio.gather(*(post_until_served(session, router, uuid.uuid4().hex) for _ in range(32)))
-        assert time.monotonic() - started < 30
         assert max(failures) < 30
         assert len(engines[1].generated) == 32
 

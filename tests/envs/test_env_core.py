@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -205,20 +205,20 @@ def test_errors_of_the_author_pass_through_unchanged():
         asyncio.run(env.astep("1"))
 
 
-def test_blocking_steps_of_many_episodes_take_as_long_as_one():
+def test_blocking_steps_of_many_episodes_run_side_by_side():
+    all_of_them = threading.Barrier(16)
+
     class Slow(Guess):
         def step(self, action: str) -> Any:
-            time.sleep(1.0)
+            all_of_them.wait(60)
             return super().step(action)
 
-    async def main() -> float:
+    async def main() -> None:
         envs = [Slow() for _ in range(16)]
         await asyncio.gather(*(env.areset(seed=0) for env in envs))
-        started = time.monotonic()
         await asyncio.gather(*(env.astep("x") for env in envs))
-        return time.monotonic() - started
 
-    assert asyncio.run(main()) < 4.0  # one after another: 16
+    asyncio.run(main())
 
 
 def test_settings_are_taken_by_every_constructor():

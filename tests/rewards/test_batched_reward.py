@@ -163,10 +163,9 @@ def test_concurrent_calls_are_one_batch():
 
 
 def test_no_batch_is_larger_than_allowed_and_a_full_one_does_not_wait():
-    reward = Lengths(max_batch=4, max_wait=30.0)
-    started = time.monotonic()
+    reward = Lengths(max_batch=4, max_wait=3600.0)
     asyncio.run(together(reward, ["x"] * 12))
-    assert [len(batch) for batch in reward.batches] == [4, 4, 4] and time.monotonic() - started < 10
+    assert [len(batch) for batch in reward.batches] == [4, 4, 4]
 
 
 def test_a_batch_that_does_not_fill_goes_after_the_wait():

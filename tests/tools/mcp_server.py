@@ -72,7 +72,7 @@ def picture() -> Image:
 
 if __name__ == "__main__":
     if "slow" in sys.argv:
-        time.sleep(30)
+        time.sleep(3600)
     if "broken" in sys.argv:
         raise SystemExit("this server does not start")
     if "deaf" in sys.argv:  # goes on when its input is closed

