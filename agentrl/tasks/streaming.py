@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import hashlib
 import json
 import logging
@@ -96,15 +97,20 @@ class TaskIndex:
         pieces = list(_pieces(versions, self.tables, workers))
         if all(next(_located(*piece[1:], columns, folder), None) is None for piece in pieces):
             raise DataError(f"{', '.join(version[0] for version in versions)[:200]} holds no rows.")
-        index = datasets.Dataset.from_generator(
-            _entries,
-            features=datasets.Features({name: datasets.Value(kind) for name, kind in _ENTRY.items()}),
-            gen_kwargs={"pieces": pieces, "columns": columns, "folder": folder},
-            cache_dir=str(folder),
-            fingerprint="index",  # the folder's name says what it is of
-            num_proc=min(workers, len(pieces)) if workers > 1 else None,
-            writer_batch_size=4096,
-        )
+        # Children that it forks collect no garbage of this process: destructors may wait for threads they do not have.
+        gc.freeze()
+        try:
+            index = datasets.Dataset.from_generator(
+                _entries,
+                features=datasets.Features({name: datasets.Value(kind) for name, kind in _ENTRY.items()}),
+                gen_kwargs={"pieces": pieces, "columns": columns, "folder": folder},
+                cache_dir=str(folder),
+                fingerprint="index",  # the folder's name says what it is of
+                num_proc=min(workers, len(pieces)) if workers > 1 else None,
+                writer_batch_size=4096,
+            )
+        finally:
+            gc.unfreeze()
         self.entries = index.data
         if wrong := self.entries.column("error").drop_null().to_pylist():
             raise DataError(wrong[0])

@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from sandbox_sessions import Open, left, marked, ok, run
+from sandbox_sessions import Open, left, marked, ok, run, wait_for
 
 from agentrl.errors import InfraError
 
@@ -127,8 +127,8 @@ def test_the_code_never_runs_as_root(open_session: Open, tier: str):
     """Asserted from outside, where ids are those of the machine."""
     session = open_session()
     ok(session.run("import subprocess\nsubprocess.Popen(['sleep', '60'])"))
+    assert wait_for(lambda: "sleep" in marked(session.mark).values()), "Popen returns a moment before it is to be seen"
     found = marked(session.mark)
-    assert "sleep" in found.values()
     for pid in found:
         status = Path(f"/proc/{pid}/status").read_text()
         ids = {key: set(status.split(f"{key}:")[1].split("\n")[0].split()) for key in ("Uid", "Gid")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import pickle
@@ -180,6 +181,35 @@ def test_a_worker_that_is_killed_is_reported(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="could not be made: RuntimeError: One of the subprocesses has abruptly died"):
         load_tasks(source("jsonl", tmp_path), streaming=True, workers=2)
     assert indexes(tmp_path) == []
+
+
+def test_workers_collect_no_garbage_of_the_process_that_they_were_forked_from(tmp_path, monkeypatch):
+    """A destructor of its native objects may wait for threads, which a fork does not have: it would wait for ever."""
+    cut_small(monkeypatch, 2000)
+    parent, hashed = os.getpid(), streaming.fingerprint
+
+    class Cycle:
+        def __del__(self) -> None:
+            (tmp_path / f"collected-{'here' if os.getpid() == parent else 'there'}").touch()
+
+    def collecting(row):
+        if os.getpid() != parent:
+            gc.collect()
+            (tmp_path / "collecting").touch()
+        return hashed(row)
+
+    monkeypatch.setattr(streaming, "fingerprint", collecting)
+    gc.disable()
+    try:
+        cycle = Cycle()
+        cycle.itself = cycle
+        del cycle
+        assert len(load_tasks(source("jsonl", tmp_path), streaming=True, workers=2)["all"]) > 0
+        assert (tmp_path / "collecting").exists() and not list(tmp_path.glob("collected-*"))
+        gc.collect()
+        assert (tmp_path / "collected-here").exists(), "it is garbage as before"
+    finally:
+        gc.enable()
 
 
 # -- the cache -------------------------------------------------------------------------------------
