@@ -26,13 +26,19 @@ class EagerServer(DummyServer):
 
 
 def waiting():
-    """Those that wait: children of this process that were started ahead."""
-    return [p for p in descendants(os.getpid()) if b"--ahead" in Path(f"/proc/{p.pid}/cmdline").read_bytes()]
+    """The one that waits: a child of this process that was started ahead. Popen returns a moment before it shows so."""
+
+    def found():
+        return [p for p in descendants(os.getpid()) if b"--ahead" in Path(f"/proc/{p.pid}/cmdline").read_bytes()]
+
+    wait_for(found)
+    (there,) = found()
+    return there
 
 
 def test_an_owner_takes_a_server_and_ends_it(tmp_path):
     with servers_ahead(MODULE, ["a kind"], {}, 1, log_dir=tmp_path):
-        (there,) = waiting()
+        there = waiting()
         server, second = EagerServer(tmp_path, children=1, print="a word"), EagerServer(tmp_path)
         server.start(30)
         assert server.pid == there.pid and isinstance(server._process, AheadProcess)
@@ -50,7 +56,7 @@ def test_an_owner_takes_a_server_and_ends_it(tmp_path):
 
 def test_a_server_of_another_kind_is_not_taken_and_ends_with_the_run(tmp_path):
     with servers_ahead(MODULE, ["a kind"], {"OMP_NUM_THREADS": "3"}, 1, log_dir=tmp_path):
-        (there,) = waiting()
+        there = waiting()
         server = EagerServer(tmp_path)
         server.start(30)
         assert server.pid != there.pid
@@ -80,7 +86,7 @@ def test_a_server_ends_with_an_owner_that_is_killed_though_the_run_lives(tmp_pat
         time.sleep(300)
     """)
     with servers_ahead(MODULE, ["a kind"], {}, 1, log_dir=tmp_path):
-        (there,) = waiting()
+        there = waiting()
         process = subprocess.Popen([sys.executable, "-c", owner, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         assert int(process.stdout.readline()) == there.pid == identify(there.pid).pid
         process.kill()
@@ -100,7 +106,7 @@ def test_a_server_that_waits_ends_with_a_run_that_is_killed(tmp_path):
     """)
     process = subprocess.Popen([sys.executable, "-c", run, MODULE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     folder = process.stdout.readline().strip()
-    (there,) = waiting()
+    there = waiting()
     process.kill()
     process.wait()
     process.stdout.close()
