@@ -36,7 +36,7 @@ def printable(text: str) -> str:
 
 
 class Terminated(KeyboardInterrupt):
-    """A signal other than Ctrl-C's asked this process to end. Like that one, no handler of errors swallows it."""
+    """A signal asked this process to end, any but a first Ctrl-C. Like that one, no handler of errors swallows it."""
 
     def __init__(self, signum: int):
         super().__init__(f"asked to end ({signal.Signals(signum).name})")

@@ -397,7 +397,8 @@ async def kill_while_requests_run(pool: EnginePool, trees: list[Any]) -> None:
     requests = [asyncio.create_task(routed(pool, 300)) for _ in range(8)]
     await asyncio.sleep(0.7)
     os.kill(victim.pid, signal.SIGKILL)
-    answers = await asyncio.gather(*requests)
+    async with asyncio.timeout(60):
+        answers = await asyncio.gather(*requests)
     assert all(len(answer["output_ids"]) == 300 for answer in answers)
     assert {answer["meta_info"]["weight_version"] for answer in answers} == {"1"}
     async with asyncio.timeout(120):

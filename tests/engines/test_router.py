@@ -85,7 +85,8 @@ async def test_it_listens_on_loopback_only(tmp_path: Path) -> None:
 async def test_an_engine_that_dies_costs_a_request_only_retries(tmp_path: Path) -> None:
     async with routed(tmp_path) as (router, engines), aiohttp.ClientSession() as session:
         await engines[0].stop()
-        failures = await asyncio.gather(*(post_until_served(session, router, uuid.uuid4().hex) for _ in range(32)))
+        async with asyncio.timeout(30):
+            failures = await asyncio.gather(*(post_until_served(session, router, uuid.uuid4().hex) for _ in range(32)))
         assert max(failures) < 30
         assert len(engines[1].generated) == 32
 

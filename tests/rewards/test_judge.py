@@ -192,7 +192,7 @@ def test_what_passes_is_waited_out():
 
 
 def test_a_silent_server_costs_its_timeout_and_no_score():
-    with JudgeServer(scripted(30.0)) as server:
+    with JudgeServer(scripted(3600.0)) as server:
         (error,) = judged(Judge(server.url, "m", timeout=1.0, retries=1), "x")
         assert isinstance(error, InfraError) and "gave no answer within 1 s" in str(error)
         assert len(server.requests) == 2 and "--engine-timeout" not in str(error)

@@ -110,7 +110,7 @@ class FakeOpenAI:
                     return self._send(*refused(400, problem))
                 entry = fake._next(body)
                 if entry == "hang":
-                    fake._over.wait(30)
+                    fake._over.wait(3600)
                     return self._close()
                 if entry == "drop":
                     return self._close()
