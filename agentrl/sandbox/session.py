@@ -96,6 +96,7 @@ class Session:
                     if self._has_run:
                         return Result("exited", detail=f"a new one did not start: {error}"[:500])
                     raise InfraError(str(error)) from error
+            self._raise_if_closed()  # while it started, or this call waited
             self._has_run = True
             result = self._interpreter.run(code)
             if result.lost:

@@ -17,7 +17,8 @@ import pytest
 from sandbox_sessions import Open, left, marked, ok, run, wait_for
 
 from agentrl.errors import InfraError
-from agentrl.sandbox import Session
+from agentrl.sandbox import Sandbox, Session
+from agentrl.sandbox.session import Interpreter
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
@@ -135,6 +136,23 @@ def test_closing_interrupts_a_call(open_process: Open):
     session.close()
     thread.join(10)
     assert not thread.is_alive() and "closed" in str(raised[0])
+
+
+def test_closing_interrupts_a_call_whose_interpreter_still_starts(open_process: Open, monkeypatch: pytest.MonkeyPatch):
+    session = open_process(timeout=60, cpu_seconds=60)
+    closing = threading.Thread(target=session.close)
+
+    class Starting(Interpreter):
+        def __init__(self, sandbox: Sandbox) -> None:
+            super().__init__(sandbox)
+            closing.start()
+            assert wait_for(lambda: session._closed)
+
+    monkeypatch.setattr("agentrl.sandbox.session.Interpreter", Starting)
+    with pytest.raises(InfraError, match="closed"):
+        session.run("import time\ntime.sleep(60)")
+    closing.join(10)
+    assert not closing.is_alive() and session.mark is None
 
 
 def test_a_forgotten_session_ends_by_itself(open_session: Open):

@@ -133,7 +133,8 @@ def test_episodes_side_by_side_do_not_wait_for_each_other():
     async def quick_one_beside_slow_ones() -> str:
         envs = [Patient() for _ in range(8)]
         await asyncio.gather(*(env.areset(seed=0) for env in envs))
-        slow = [asyncio.ensure_future(env.astep(call("import time\ntime.sleep(100)"))) for env in envs[1:]]
+        await asyncio.gather(*(env.astep(call("import time")) for env in envs))
+        slow = [asyncio.ensure_future(env.astep(call("time.sleep(100)"))) for env in envs[1:]]
         await envs[0].astep(call("n = 6"))
         observation = (await envs[0].astep(call("n * 7")))[0]
         assert not any(step.done() for step in slow)
