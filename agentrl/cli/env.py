@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from agentrl.cli.main import WORDS, help_of
 from agentrl.config.layers import load_options
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.processes.signals import printable
 
 if TYPE_CHECKING:
     from agentrl.envs.core import Env
@@ -158,7 +159,7 @@ def tool_lines(tools: Sequence[dict[str, Any]]) -> list[str]:
     for tool in tools:
         function = tool.get("function", tool)
         arguments = ", ".join(function.get("parameters", {}).get("properties", {}))
-        lines.append(f"tool {function['name']}({arguments}): {function.get('description', '')}")
+        lines.append(printable(f"tool {function['name']}({arguments}): {function.get('description', '')}"))
     return lines
 
 
@@ -169,4 +170,4 @@ def message_lines(info: dict[str, Any], observation: str = "") -> list[str]:
         messages = prompt.get("messages", ()) if isinstance(prompt, dict) else [{"role": "system", "content": prompt}]
         lines += [f"[{agent}: {message['role']}] {message.get('content', '')}" for message in messages]
     lines += [f"[{message['role']}] {message.get('content', '')}" for message in info.get("messages", ())]
-    return lines or [observation]
+    return [printable(line) for line in lines or [observation]]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from agentrl.cli.env import PlayedOptions
 from agentrl.config.layers import load_options
+from agentrl.processes.signals import printable
 
 Options = PlayedOptions
 
@@ -26,7 +27,7 @@ def run(name: str, argv: Sequence[str]) -> int:
     for result in run_checks(maker_of(name, given.arguments()), starting):
         report.results.append(result)
         before = "" if result.name in begun else f"{result.name:<{width}}  "
-        print(f"{before}{result.outcome:<7}  {result.reason}".rstrip(), flush=True)
+        print(f"{before}{result.outcome:<7}  {printable(result.reason)}".rstrip(), flush=True)
     if report.ok:
         print(f"\n{name} passes.")
         return 0

@@ -116,6 +116,30 @@ def test_a_person_at_a_terminal_gets_a_prompt_and_help(capsys, type_in):
     assert "[you] <tool_call>" in out and "[you] hello" not in out
 
 
+def test_what_tools_and_environments_say_moves_no_cursor(capsys, type_in, tmp_path):
+    (tmp_path / "loud.py").write_text(
+        "import agentrl\n"
+        "@agentrl.tool\n"
+        "def shout() -> str:\n"
+        "    'Shouts\\x1b[2J.'\n"
+        "    return '\\x1b]0;owned\\x07'\n"
+        "class Loud(agentrl.ToolEnv):\n"
+        "    tools = [shout]\n"
+        "    tasks = {'train': [('a\\x1b[1A task', 'b')], 'test': [('another', 'b')]}\n"
+        "    reward = 'exact_match'\n"
+        "class Failing(Loud):\n"
+        "    def turn_reward(self, text):\n"
+        "        raise ValueError('\\x1b[2J')\n"
+    )
+    type_in("/tools\n/call shout\nb\n")
+    assert main(["env", "play", f"{tmp_path}/loud.py:Loud", "--split", "train"]) == 0
+    assert main(["env", "show", f"{tmp_path}/loud.py:Loud"]) == 0
+    assert main(["env", "check", f"{tmp_path}/loud.py:Failing"]) == 1
+    out = capsys.readouterr().out
+    assert "\\x1b]0;owned\\x07" in out and out.count("\\x1b[2J") >= 3 and "a\\x1b[1A task" in out
+    assert "\x1b" not in out
+
+
 def test_a_game_is_won(capsys):
     env = agentrl.make("gym:FrozenLake-v1", is_slippery=False)
     moves = io.StringIO("down\ndown\nright\nright\ndown\nright\n")
